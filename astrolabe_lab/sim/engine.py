@@ -1,0 +1,109 @@
+"""One engine, run to the end: what notebooks look at step by step and what vLLM's own scheduler is compared with."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.sim import kernel
+from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.sim.state import FINISHED, NONE, REJECTED, State, new_state
+
+__all__ = ["EngineConfig", "run_one", "load_requests", "EngineStuckError"]
+
+
+class EngineStuckError(RuntimeError):
+    """The engine can make no progress: a defect of the engine, never of the input."""
+
+
+def load_requests(state: State, prompt, output, predicted=None) -> None:
+    """Write token counts (arrays, one value a request) into the state's unborn requests."""
+    state.requests["prompt"] = prompt
+    state.requests["output"] = output
+    state.requests["predicted"] = 0 if predicted is None else predicted
+
+
+def check_progress(state: State) -> None:
+    """Raise EngineStuckError when an engine found nothing to schedule though requests were waiting."""
+    stuck = np.flatnonzero(state.engines["stuck"])
+    if stuck.size:
+        raise EngineStuckError(f"engine {stuck[0]} has requests waiting, none running, and cannot admit any")
+
+
+def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool = True, leaps: bool = False):
+    """Results and step log of one engine that serves ``trace`` alone, to the last request.
+
+    ``trace``: a trace frame (rid, arrived_s, prompt_tokens, output_tokens). ``cost``: a StepCost (default: the preset
+    llama2-7b-a30's). Returns ``(results, steps)``: results has one row a request (rid, arrived_s, prompt_tokens,
+    output_tokens, first_token_s, finished_s, ttft_s, tpot_s, e2e_s, generated_tokens, preemptions, status); steps has
+    one row a scheduled request and step (step, start_s, end_s, rid, tokens), in scheduling order. ``steps.attrs`` holds
+    two more frames: ``preemptions`` (step, rid) and ``steps`` (step, start_s, end_s, free_blocks, running, waiting).
+    With ``log=False`` steps is None. ``leaps`` turns on leaps over decode-only stretches, which a log cannot show.
+    Raises InputError for a trace that breaks the contract.
+    """
+    import pandas as pd
+
+    from astrolabe_lab import trace as trace_module
+
+    trace = trace_module.check(trace)
+    if log and leaps:
+        raise InputError("run_one: a step log needs every step; choose log=False or leaps=False")
+    if cost is None:
+        from astrolabe_lab.cost import preset
+
+        cost = preset("llama2-7b-a30").cost
+    prompt = trace["prompt_tokens"].to_numpy()
+    output = trace["output_tokens"].to_numpy()
+    rows = int((output + prompt // max(1, config.max_num_batched_tokens) + 4).sum()) if log else 0
+    while True:
+        state = new_state([config], [cost.array], len(trace), log_rows=rows)
+        load_requests(state, prompt, output)
+        for r, ready_s in enumerate(trace["arrived_s"].to_numpy()):
+            kernel.deliver(state, 0, r, ready_s)
+        kernel.advance(state, 0, np.inf, NONE, leaps)
+        check_progress(state)
+        if state.log_size[0] <= rows or not log:
+            break
+        rows = int(state.log_size[0])  # preemptions made more steps than estimated
+    results = outcome_frame(trace, state)
+    if not log:
+        return results, None
+    rids = trace["rid"].to_numpy()
+    raw = pd.DataFrame(state.log[: state.log_size[0]])
+    raw["rid"] = rids[raw["request"].to_numpy()]
+    steps = raw.loc[raw["tokens"] > 0, ["step", "start_s", "end_s", "rid", "tokens"]].reset_index(drop=True)
+    steps.attrs["preemptions"] = raw.loc[raw["tokens"] == 0, ["step", "rid"]].reset_index(drop=True)
+    columns = ["step", "start_s", "end_s", "free_blocks", "running", "waiting"]
+    steps.attrs["steps"] = raw.loc[raw["tokens"] > 0, columns].drop_duplicates("step").reset_index(drop=True)
+    return results, steps
+
+
+def outcome_frame(trace, state: State):
+    """The outcome columns of every request of ``trace``, whose row order is the state's request order."""
+    import pandas as pd
+
+    q = state.requests
+    arrived = trace["arrived_s"].to_numpy()
+    ok = q["state"] == FINISHED
+    generated = q["generated"].astype(np.int64)
+    first = np.where(ok, q["first_token_s"], np.nan)
+    finished = q["finished_s"].copy()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        tpot = np.where(ok & (generated > 1), (finished - first) / (generated - 1), np.nan)
+    status = np.where(ok, "ok", np.where(q["state"] == REJECTED, "rejected", "failed"))
+    return pd.DataFrame(
+        {
+            "rid": trace["rid"].to_numpy(),
+            "arrived_s": arrived,
+            "prompt_tokens": trace["prompt_tokens"].to_numpy(),
+            "output_tokens": trace["output_tokens"].to_numpy(),
+            "first_token_s": first,
+            "finished_s": finished,
+            "ttft_s": first - arrived,
+            "tpot_s": tpot,
+            "e2e_s": np.where(ok, finished - arrived, np.nan),
+            "generated_tokens": generated,
+            "preemptions": q["preemptions"].astype(np.int64),
+            "status": status,
+        }
+    )
