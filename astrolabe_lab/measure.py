@@ -34,9 +34,9 @@ def summarise(results: pd.DataFrame, by: Sequence[str] = KEYS) -> pd.DataFrame:
     Raises InputError for a missing column or an unknown status.
     """
     by = [key for key in by if key in results.columns] if tuple(by) == KEYS else list(by)
-    _require(results, (*NEEDED, *by))
+    require_columns(results, (*NEEDED, *by))
     if unknown := sorted(set(results["status"].unique()) - set(STATUSES)):
-        raise InputError(f"status is {_listed(unknown)}; allowed are {_listed(STATUSES)}")
+        raise InputError(f"status is {listed(unknown)}; allowed are {listed(STATUSES)}")
     if not by:
         return pd.DataFrame([_measured(results)])
     groups = results.groupby(by, sort=False, dropna=False)
@@ -119,7 +119,7 @@ def over_seeds(
     summary: pd.DataFrame, metric: str, by: Sequence[str] = ("policy", "qps"), level: float = 0.95
 ) -> pd.DataFrame:
     """Mean and t-interval of `metric` over seeds, a row per point: `*by, mean, low, high, seeds`."""
-    _require(summary, (*by, metric))
+    require_columns(summary, (*by, metric))
     rows = []
     for key, runs in summary.groupby(list(by), sort=False):
         mean, low, high = t_interval(runs[metric], level)
@@ -135,14 +135,12 @@ def paired_difference(summary: pd.DataFrame, metric: str, baseline: str, level: 
     it excludes zero. Columns: `policy, qps, mean, low, high, seeds, clear`. Raises InputError when the
     baseline is absent or unpaired.
     """
-    _require(summary, ("policy", "qps", "seed", metric))
+    require_columns(summary, ("policy", "qps", "seed", metric))
     if baseline not in (names := list(summary["policy"].unique())):
-        raise InputError(f"baseline={baseline!r} is not among the policies: {_listed(names)}")
+        raise InputError(f"baseline={baseline!r} is not among the policies: {listed(names)}")
     table = summary.pivot(index=["qps", "seed"], columns="policy", values=metric)
     if holes := [name for name in names if table[name].isna().any()]:
-        raise InputError(
-            f"{_listed(holes)}: {metric} is missing at some qps and seed, so it cannot be paired"
-        )
+        raise InputError(f"{listed(holes)}: {metric} is missing at some qps and seed, so it cannot be paired")
     rows = []
     for name in (n for n in names if n != baseline):
         for qps, values in (table[name] - table[baseline]).groupby("qps"):
@@ -162,7 +160,7 @@ def queue_lengths(results: pd.DataFrame, moments: int = 200) -> pd.DataFrame:
     Rejected requests held no place. Moments run from the first arrival to the last finish, the same for
     every policy, so that frames compare.
     """
-    _require(results, ("instance", *NEEDED))
+    require_columns(results, ("instance", *NEEDED))
     if moments < 2:
         raise InputError(f"moments={moments} is too few for a film: use 2 or more")
     held = results[results["finished_s"].notna() & (results["status"] != "rejected")]
@@ -188,7 +186,7 @@ def step_kinds(step_log: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
     A step that computes all that is left of a request yields its next token. `step_log` is the engine's
     (`step, start_s, end_s, rid, tokens`; preemptions in `attrs`), `trace` gives `rid, prompt_tokens`.
     """
-    _require(step_log, ("step", "rid", "tokens"))
+    require_columns(step_log, ("step", "rid", "tokens"))
     lost = step_log.attrs.get("preemptions")
     lost = [] if lost is None else sorted(zip(lost["step"], lost["rid"], strict=True), reverse=True)
     prompt = dict(zip(trace["rid"], trace["prompt_tokens"], strict=True))
@@ -207,10 +205,12 @@ def step_kinds(step_log: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
     return step_log.assign(kind=kinds)
 
 
-def _require(frame: pd.DataFrame, columns: Iterable[str]) -> None:
+def require_columns(frame: pd.DataFrame, columns: Iterable[str]) -> None:
+    """Raise InputError naming the `columns` that `frame` lacks and those it has."""
     if missing := [name for name in columns if name not in frame.columns]:
-        raise InputError(f"frame lacks {_listed(missing)}; it has {_listed(frame.columns)}")
+        raise InputError(f"frame lacks {listed(missing)}; it has {listed(frame.columns)}")
 
 
-def _listed(names: Iterable) -> str:
+def listed(names: Iterable) -> str:
+    """The names as a reader of an error message wants them: `a, b, c`, or `nothing`."""
     return ", ".join(map(str, names)) or "nothing"

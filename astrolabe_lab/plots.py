@@ -1,0 +1,270 @@
+"""Figures of runs and sweeps: each function takes a frame and returns a `go.Figure`, never shows it.
+
+Axes carry their units; TPOT and steps are drawn in milliseconds, all else in seconds. Colours are Okabe and
+Ito's, distinct to colour-blind readers, and every line also has a marker of its own.
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pandas as pd
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from .errors import InputError
+from .measure import latencies, listed, over_seeds, require_columns
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
+SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
+KINDS: Mapping[str, str] = {"prefill": "#0072B2", "decode": "#56B4E9", "recompute": "#D55E00"}
+TEMPLATE = go.layout.Template(
+    layout={
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": "#222"},
+        "title": {"x": 0, "xref": "paper", "font": {"size": 16}, "subtitle": {"font": {"size": 12}}},
+        "height": 430,
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "colorway": COLOURS,
+        "margin": {"l": 70, "r": 20, "t": 85, "b": 60},
+        "legend": {"bgcolor": "rgba(255,255,255,0.8)"},
+        "hoverlabel": {"namelength": -1},
+        "xaxis": {"gridcolor": "#e5e5e5", "linecolor": "#888", "ticks": "outside", "zeroline": False},
+        "yaxis": {"gridcolor": "#e5e5e5", "linecolor": "#888", "ticks": "outside", "zeroline": False},
+    }
+)
+UNITS = {"throughput_rps": ("throughput (requests/s)", 1), "output_tokens_per_s": ("output (tokens/s)", 1)}
+
+
+def latency_vs_qps(
+    summary: pd.DataFrame, metric: str = "ttft_p99_s", level: float = 0.95, log: bool = False
+) -> go.Figure:
+    """One line per policy: the mean of `metric` over seeds at each QPS, with its t-interval as a band.
+
+    `summary` has one row per run (`policy, qps, seed, n, <metric>`). A single seed has no band. Any column
+    of the summary can be drawn. `log` makes the y axis logarithmic. Raises InputError for a column that is
+    not there.
+    """
+    require_columns(summary, ("policy", "qps", "seed", metric))
+    label, scale = _axis(metric)
+    points = over_seeds(summary, metric, level=level)
+    points[["mean", "low", "high"]] *= scale
+    floor = points.loc[points["mean"] > 0, "mean"].min() / 2  # where a band that reaches 0 leaves a log axis
+    figure = go.Figure(layout={"template": TEMPLATE, "hovermode": "x unified"})
+    for index, (policy, line) in enumerate(points.groupby("policy", sort=False)):
+        line = line.sort_values("qps")
+        colour, symbol = COLOURS[index % len(COLOURS)], SYMBOLS[index % len(SYMBOLS)]
+        if (banded := line.dropna(subset=["low"])).shape[0]:
+            low = banded["low"].clip(lower=floor if log else 0)
+            figure.add_scatter(
+                x=[*banded["qps"], *banded["qps"][::-1]], y=[*banded["high"], *low[::-1]], mode="lines",
+                fill="toself", fillcolor=_faded(colour), line={"width": 0}, hoverinfo="skip",
+                showlegend=False, legendgroup=str(policy),
+            )  # fmt: skip
+        figure.add_scatter(
+            x=line["qps"], y=line["mean"], name=str(policy), mode="lines+markers", legendgroup=str(policy),
+            line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 8},
+        )  # fmt: skip
+    figure.update_xaxes(title="arrival rate (requests/s)")
+    figure.update_yaxes(title=label, rangemode="tozero")
+    if log:
+        top = points[["mean", "high"]].max().max()
+        figure.update_yaxes(type="log", range=[np.log10(floor), np.log10(top * 1.1)])
+    seeds, n = int(points["seeds"].min()), int(summary["n"].min()) if "n" in summary else 0
+    band = f"band: {level:.0%} t-interval over {seeds} seeds" if seeds > 1 else "one seed, so no band"
+    finite = f"; {n:,} requests a run, so past capacity latency grows with the trace" if n else ""
+    return _titled(figure, f"{label.partition(' (')[0]} against load", band + finite)
+
+
+def difference_vs_qps(differences: pd.DataFrame, metric: str, baseline: str) -> go.Figure:
+    """What `measure.paired_difference` found: each policy's gap to the baseline with its interval, hollow if
+    unclear.
+
+    `differences` has `policy, qps, mean, low, high, clear`; `metric` and `baseline` name what was compared.
+    """
+    require_columns(differences, ("policy", "qps", "mean", "low", "high", "clear"))
+    label, scale = _axis(metric)
+    figure = go.Figure(layout={"template": TEMPLATE})
+    names = list(differences["policy"].unique())
+    spread = np.diff(np.sort(differences["qps"].unique())).min(initial=1.0) * 0.5
+    for index, name in enumerate(names):
+        rows = differences[differences["policy"] == name]
+        shift = spread * ((index + 0.5) / len(names) - 0.5)  # side by side, or the bars hide one another
+        colour = COLOURS[index % len(COLOURS)]
+        symbol = SYMBOLS[index % len(SYMBOLS)]
+        figure.add_scatter(
+            x=rows["qps"] + shift, y=rows["mean"] * scale, name=str(name), mode="markers",
+            error_y={"array": (rows["high"] - rows["mean"]) * scale, "color": colour, "thickness": 1.5},
+            marker={"color": colour, "size": 9, "symbol": np.where(rows["clear"], symbol, f"{symbol}-open")},
+            customdata=rows["qps"], hovertemplate="QPS %{customdata}: %{y:.3g}",
+        )  # fmt: skip
+    figure.add_hline(y=0, line={"color": "#222", "width": 1})
+    figure.update_xaxes(title="arrival rate (requests/s)")
+    figure.update_yaxes(title=f"{label}, minus {baseline}'s")
+    note = "hollow: the interval holds 0, so these seeds name no winner"
+    return _titled(figure, f"Paired difference to {baseline}", note)
+
+
+def cdf(results: pd.DataFrame, metric: str = "ttft_s", by: str = "policy", log: bool = True) -> go.Figure:
+    """The share of requests at or below each latency, one line per value of `by`; ok requests only, counts
+    in the legend.
+
+    `results` is a result frame; `metric` is `ttft_s`, `tpot_s` or `e2e_s`. Raises InputError for any other.
+    """
+    require_columns(results, (by, "status"))
+    if metric not in (allowed := ("ttft_s", "tpot_s", "e2e_s")):
+        raise InputError(f"metric={metric!r} has no CDF here; allowed are {listed(allowed)}")
+    label, scale = _axis(metric)
+    figure = go.Figure(layout={"template": TEMPLATE})
+    shares = np.unique(np.concatenate([np.linspace(0, 1, 201), 1 - np.geomspace(1e-4, 1e-2, 40)]))
+    for index, (name, rows) in enumerate(results.groupby(by, sort=False)):
+        values = latencies(rows)[metric].dropna()
+        legend = f"{name}: {len(values):,} of {len(rows):,}"
+        marks = np.quantile(values, shares, method="inverted_cdf") * scale if len(values) else []
+        colour = COLOURS[index % len(COLOURS)]
+        figure.add_scatter(x=marks, y=shares, name=legend, line={"color": colour, "width": 2, "shape": "hv"})
+    figure.update_xaxes(title=label, type="log" if log else "linear")
+    figure.update_yaxes(title="share of requests", range=[0, 1.01], tickformat=".0%")
+    return _titled(figure, f"Distribution of {label.partition(' (')[0]}", "requests that ended well")
+
+
+def queue_animation(queues: pd.DataFrame) -> go.Figure:
+    """A film of every instance's queue, with a slider: bars of `decoding` and `waiting` requests, a panel
+    per policy.
+
+    `queues` comes from `measure.queue_lengths` (`t_s, instance, waiting, decoding`, optionally `policy`); an
+    instance without a row at a moment holds nothing then. The film is in the figure itself, so it plays in
+    an exported page.
+    """
+    require_columns(queues, ("t_s", "instance", "waiting", "decoding"))
+    queues = queues if "policy" in queues else queues.assign(policy="")
+    policies, times = list(queues["policy"].unique()), np.sort(queues["t_s"].unique())
+    instances = np.sort(queues["instance"].unique())
+    shown = {"decoding": COLOURS[5], "waiting": COLOURS[1]}
+    table = queues.pivot_table(index="t_s", columns=["policy", "instance"], values=list(shown), fill_value=0)
+    bars = [(kind, policy) for policy in policies for kind in shown]
+    heights = {
+        bar: table[bar[0]][bar[1]].reindex(columns=instances, fill_value=0).to_numpy(int) for bar in bars
+    }
+    start = len(times) // 2  # a film that opens on an empty stage looks broken
+    figure = make_subplots(cols=len(policies), shared_yaxes=True, subplot_titles=policies)
+    for kind, policy in bars:
+        figure.add_bar(
+            x=[str(i) for i in instances], y=heights[kind, policy][start].tolist(), name=LEGEND[kind],
+            marker={"color": shown[kind]}, legendgroup=kind, showlegend=policy == policies[0],
+            row=1, col=policies.index(policy) + 1,
+        )  # fmt: skip
+    figure.frames = [
+        go.Frame(name=str(i), data=[{"type": "bar", "y": heights[bar][i].tolist()} for bar in bars])
+        for i in range(len(times))
+    ]
+    tallest = max(sum(heights[kind, policy] for kind in shown).max() for policy in policies)
+    figure.update_yaxes(range=[0, tallest * 1.05])
+    figure.update_yaxes(title="requests", col=1)
+    figure.update_xaxes(title="instance", type="category")
+    figure.update_layout(template=TEMPLATE, barmode="stack", height=520, margin={"t": 110, "b": 40})
+    figure.update_layout(
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.1, "yanchor": "bottom"}
+    )
+    figure.update_layout(sliders=[_slider(times) | {"active": start}], updatemenus=[PLAYER])
+    return _titled(figure, "Where the requests are", "drag the slider, or press play")
+
+
+def schedule_chart(steps: pd.DataFrame, budget_tokens: int | None = None) -> go.Figure:
+    """What an engine did step by step: each request's share of every step over time, and the tokens each
+    step computed.
+
+    `steps` comes from `measure.step_kinds` (`step, start_s, end_s, rid, tokens, kind`); crosses mark
+    preemptions, from its `attrs`. `budget_tokens` draws the engine's limit per step. More than 4,000 rows
+    are an InputError: cut the log.
+    """
+    require_columns(steps, ("step", "start_s", "end_s", "rid", "tokens", "kind"))
+    if not 0 < len(steps) <= 4000:
+        raise InputError(
+            f"a chart of {len(steps):,} scheduled requests is not readable: cut the log to 1 .. 4,000 rows"
+        )
+    figure = make_subplots(rows=2, shared_xaxes=True, row_heights=[0.68, 0.32], vertical_spacing=0.06)
+    for kind, colour in KINDS.items():
+        rows = steps[steps["kind"] == kind]
+        if rows.empty:
+            continue
+        length_ms = (rows["end_s"] - rows["start_s"]) * 1e3
+        figure.add_bar(
+            base=rows["start_s"] * 1e3, x=length_ms, y=rows["rid"].astype(str), orientation="h", row=1, col=1,
+            name=kind, legendgroup=kind, marker={"color": colour, "line": {"color": "white", "width": 0.5}},
+            text=rows["tokens"].where(rows["tokens"] > 1, ""), textposition="inside", textangle=0,
+            insidetextanchor="middle", customdata=rows[["step", "tokens"]],
+            hovertemplate="request %{y}, step %{customdata[0]}: %{customdata[1]} tokens",
+        )  # fmt: skip
+        sums = rows.groupby(["step", "start_s", "end_s"], as_index=False)["tokens"].sum()
+        figure.add_bar(
+            x=sums["start_s"] * 1e3, width=(sums["end_s"] - sums["start_s"]) * 1e3, offset=0,
+            y=sums["tokens"], marker={"color": colour}, name=kind, legendgroup=kind, showlegend=False, row=2, col=1,
+        )  # fmt: skip
+    lost = steps.attrs.get("preemptions")
+    if lost is not None and len(lost := lost.merge(steps[["step", "start_s"]].drop_duplicates(), on="step")):
+        figure.add_scatter(
+            x=lost["start_s"] * 1e3, y=lost["rid"].astype(str), mode="markers", name="preempted",
+            marker={"symbol": "x", "size": 11, "color": "#000000"}, row=1, col=1,
+        )  # fmt: skip
+    if budget_tokens is not None:
+        tallest = max(budget_tokens, steps.groupby("step")["tokens"].sum().max())
+        figure.add_hline(y=budget_tokens, line={"dash": "dash", "color": "#222"}, row=2, col=1)
+        figure.update_yaxes(range=[0, tallest * 1.1], row=2)
+    order = [str(rid) for rid in sorted(steps["rid"].unique(), reverse=True)]
+    figure.update_yaxes(title="request", type="category", categoryorder="array", categoryarray=order, row=1)
+    figure.update_yaxes(title="tokens in the step", row=2)
+    figure.update_xaxes(title="time (ms)", row=2)
+    figure.update_layout(template=TEMPLATE, barmode="stack", bargap=0.15, height=560)
+    figure.update_layout(
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"}
+    )
+    note = "a box is one request's share of one step, its number the tokens computed"
+    return _titled(figure, "The schedule", note)
+
+
+LEGEND = {"decoding": "first token out, decoding", "waiting": "no first token yet"}
+PLAYER = {
+    "type": "buttons", "direction": "left", "showactive": False,
+    "x": 0, "xanchor": "left", "y": -0.3, "yanchor": "middle", "pad": {"t": 10},
+    "buttons": [
+        {"label": "play", "method": "animate",
+         "args": [None, {"frame": {"duration": 60}, "fromcurrent": True}]},
+        {"label": "pause", "method": "animate", "args": [[None], {"mode": "immediate"}]},
+    ],
+}  # fmt: skip
+
+
+def _slider(times: np.ndarray) -> dict:
+    jump = {"mode": "immediate", "frame": {"duration": 0}}
+    steps = [
+        {"method": "animate", "label": f"{t:.3g}", "args": [[str(i)], jump]}
+        for i, t in enumerate(times - times[0])
+    ]
+    return {
+        "steps": steps,
+        "currentvalue": {"prefix": "time: ", "suffix": " s"},
+        "pad": {"t": 45},
+        "x": 0.16,
+        "len": 0.84,
+    }
+
+
+def _axis(metric: str) -> tuple[str, float]:
+    """The axis label of a column such as `ttft_p99_s`, and the factor that turns its values into the label's
+    unit."""
+    if metric in UNITS:
+        return UNITS[metric]
+    name, _, rest = metric.removesuffix("_s").partition("_")
+    if name not in ("ttft", "tpot", "e2e") or not metric.endswith("_s"):
+        return metric.replace("_", " "), 1
+    prefix = {"": "", "mean": "mean "}.get(rest, rest.upper() + " ")
+    return f"{prefix}{name.upper()} ({'ms' if name == 'tpot' else 's'})", 1e3 if name == "tpot" else 1
+
+
+def _faded(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.15)"
+
+
+def _titled(figure: go.Figure, title: str, note: str) -> go.Figure:
+    return figure.update_layout(title={"text": title, "subtitle": {"text": note}})
