@@ -68,7 +68,7 @@ class StepCost:
 
     @property
     def array(self):
-        """What the kernel takes: a new float64 array (2, 6), row 0 decode-only, row 1 mixed, columns as `KEYS`."""
+        """A new float64 array (2, 6) for the kernel: row 0 decode-only, row 1 mixed, columns as `KEYS`."""
         return np.array([[getattr(getattr(self, regime), key) for key in KEYS] for regime in REGIMES])
 
     def step_seconds(self, new_tokens, sequences, context_tokens, attention=0.0, mixed=False):

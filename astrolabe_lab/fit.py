@@ -268,17 +268,17 @@ def llama2_7b_a30(data):
             "per_token_s": "fitted; mixed adds the per-token part of Qwen2-7B's prefill attention on the A30",
             "per_seq_s": "derived from Qwen2-7B's decode attention on the A30; what the linear parts cost "
             "per sequence is in per_token_s, as the two are one in decode-only steps",
-            "per_kv_token_s": "derived: 524288 bytes a token at the rate of Qwen2-7B's decode attention on the A30 "
-            f"({1 / per_byte / device.bytes_s:.0%} of 933 GB/s; Llama-2-7B itself reaches 82..97 % on A40 and A100 "
-            f"at batches from 24, so this may be a sixth too dear); mixed {ratio:.2f} times that, as on an RTX PRO "
-            "6000 up to 64 decodes of 2048 tokens (the ratio nears 2 at 16k)",
+            "per_kv_token_s": "derived: 524288 bytes a token at the rate of Qwen2-7B's decode attention on "
+            f"the A30, {1 / per_byte / device.bytes_s:.0%} of 933 GB/s (Llama-2-7B itself: 79..97 % of peak "
+            "on A40 and A100 from 24 sequences, so this may be a sixth too dear); mixed "
+            f"{ratio:.2f} times that, as on an RTX PRO 6000 up to 64 decodes of 2048 tokens (2 at 16k)",
             "attention_s": f"derived: 524288 FLOPs a query-key pair at {1 / per_flop / 1e12:.0f} TFLOP/s, "
             "the speed of Qwen2-7B's prefill attention on the A30 for chunks up to 512",
         },
         error={
             "decode_linear": linear.quality("1..48 new tokens"),
             "mixed_linear": linear_mixed.quality("48..560 new tokens"),
-            "decode_attention": decode.quality("Qwen2-7B, batch 1..48, context 128..4032, bytes of 1056 blocks"),
+            "decode_attention": decode.quality("Qwen2-7B, batch 1..48, context from 128"),
             "prefill_attention": prefill.quality("Qwen2-7B, chunks 32..512, context 0..4032"),
             "attention_ratio_decode": alone.quality("RTX PRO 6000, decode only"),
             "attention_ratio_mixed": mixed.quality("RTX PRO 6000, mixed"),
