@@ -1,0 +1,44 @@
+"""Astrolabe Lab: where should the next LLM request go?
+
+Names resolve on first use, so importing the package stays instant and loads neither pandas nor numba:
+
+    import astrolabe_lab as lab
+    frame = lab.trace.load("trace.csv")
+    result = lab.simulate(frame, lab.policies.parse("astrolabe:k=2"), instances=12)
+"""
+
+from importlib import import_module
+
+__version__ = "0.1.0"
+
+_MODULES = frozenset(
+    ["arrivals", "cost", "errors", "length", "measure", "oracle", "plots", "policies", "predictor", "report", "request", "rng", "run", "sharegpt_like", "sim", "sweep", "trace"]
+)
+_HOME = {
+    "ControlPlane": "sim.cluster",
+    "EngineConfig": "sim.engine",
+    "InputError": "errors",
+    "LatencyNoise": "sim.cluster",
+    "Predictor": "predictor",
+    "Request": "request",
+    "StepCost": "cost",
+    "preset": "cost",
+    "run_one": "sim.engine",
+    "simulate": "sim.cluster",
+    "stream": "rng",
+    "summarise": "measure",
+}
+__all__ = sorted({*_MODULES, *_HOME})
+
+
+def __getattr__(name):
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _HOME:
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

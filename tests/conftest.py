@@ -1,0 +1,95 @@
+"""What tests may need from the machine, and how a missing piece shows: skipped with a reason, or failed when required.
+
+``ASTROLABE_REQUIRE=vllm,browser`` (set by .ci/run) turns a skip of a test with one of these markers into a failure.
+"""
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIRED = frozenset(filter(None, os.environ.get("ASTROLABE_REQUIRE", "").replace(" ", "").split(",")))
+
+
+def find_shared():
+    """The folder of data kept beside the checkout, or None: ASTROLABE_SHARED, else ../shared."""
+    folder = Path(os.environ.get("ASTROLABE_SHARED") or ROOT.parent / "shared")
+    return folder if (folder / "data").is_dir() else None
+
+
+def find_chromium():
+    """The path of a chromium or chrome, or None."""
+    return next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+
+
+def _has_gpu():
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return listing.returncode == 0 and "GPU" in listing.stdout
+
+
+NEEDS = {
+    "vllm": (
+        lambda: importlib.util.find_spec("vllm") is not None,
+        "vLLM is not installed: make vllm",
+    ),
+    "browser": (lambda: find_chromium() is not None, "no chromium on PATH: apt-get install chromium"),
+    "gpu": (_has_gpu, "nvidia-smi lists no GPU"),
+    "shared": (lambda: find_shared() is not None, "no ../shared/data: set ASTROLABE_SHARED to its parent folder"),
+}
+
+
+@cache
+def missing(marker):
+    """Why tests with this marker cannot run here, or None."""
+    available, reason = NEEDS[marker]
+    return None if available() else reason
+
+
+def pytest_configure(config):
+    for marker in sorted(REQUIRED):
+        if marker not in NEEDS:
+            raise pytest.UsageError(f"ASTROLABE_REQUIRE={marker}: allowed are {', '.join(NEEDS)}")
+        if missing(marker):
+            raise pytest.UsageError(f"ASTROLABE_REQUIRE asks for {marker}, but: {missing(marker)}")
+
+
+def pytest_runtest_setup(item):
+    for marker in NEEDS:
+        if item.get_closest_marker(marker) and missing(marker):
+            pytest.skip(missing(marker))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    report = yield
+    required = [marker for marker in REQUIRED if item.get_closest_marker(marker)]
+    if report.skipped and required and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, but ASTROLABE_REQUIRE asks for {', '.join(required)}: {report.longrepr[2]}"
+    return report
+
+
+@pytest.fixture(scope="session")
+def shared():
+    """The shared folder (its data/ holds the published traces); use with the marker ``shared``."""
+    folder = find_shared()
+    if folder is None:
+        pytest.skip(NEEDS["shared"][1])
+    return folder
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    """The path of a headless-capable chromium; use with the marker ``browser``."""
+    path = find_chromium()
+    if path is None:
+        pytest.skip(NEEDS["browser"][1])
+    return path
