@@ -11,9 +11,10 @@ from importlib import import_module
 
 __version__ = "0.1.0"
 
-_MODULES = frozenset(
-    ["arrivals", "cost", "errors", "length", "measure", "oracle", "plots", "policies", "predictor", "report", "request", "rng", "run", "sharegpt_like", "sim", "sweep", "trace"]
-)
+_MODULES = (
+    "arrivals cost errors fit length measure oracle plots policies predictor report request rng run "
+    "sharegpt_like sim sweep trace"
+).split()
 _HOME = {
     "ControlPlane": "sim.cluster",
     "EngineConfig": "sim.engine",

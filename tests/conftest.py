@@ -1,6 +1,6 @@
-"""What tests may need from the machine, and how a missing piece shows: skipped with a reason, or failed when required.
+"""What tests may need from the machine; a test whose need is missing is skipped, with the reason.
 
-``ASTROLABE_REQUIRE=vllm,browser`` (set by .ci/run) turns a skip of a test with one of these markers into a failure.
+``ASTROLABE_REQUIRE=vllm,browser`` (set by .ci/run) makes a skip of a test with one of these markers a failure.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ NEEDS = {
     ),
     "browser": (lambda: find_chromium() is not None, "no chromium on PATH: apt-get install chromium"),
     "gpu": (_has_gpu, "nvidia-smi lists no GPU"),
-    "shared": (lambda: find_shared() is not None, "no ../shared/data: set ASTROLABE_SHARED to its parent folder"),
+    "shared": (lambda: find_shared() is not None, "no ../shared/data, nor ASTROLABE_SHARED"),
 }
 
 
@@ -73,7 +73,8 @@ def pytest_runtest_makereport(item, call):
     required = [marker for marker in REQUIRED if item.get_closest_marker(marker)]
     if report.skipped and required and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
-        report.longrepr = f"skipped, but ASTROLABE_REQUIRE asks for {', '.join(required)}: {report.longrepr[2]}"
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.longrepr = f"skipped, but ASTROLABE_REQUIRE asks for {', '.join(required)}: {reason}"
     return report
 
 
