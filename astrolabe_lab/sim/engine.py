@@ -59,17 +59,17 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
         state = new_state([config], [cost.array], len(trace), log_rows=rows)
         load_requests(state, prompt, output)
         for r, ready_s in enumerate(trace["arrived_s"].to_numpy()):
-            kernel.deliver(state, 0, r, ready_s)
-        kernel.advance(state, 0, np.inf, NONE, leaps)
+            kernel.deliver(*state, 0, r, ready_s)
+        kernel.advance(*state, 0, np.inf, NONE, leaps)
         check_progress(state)
-        if state.log_size[0] <= rows or not log:
+        if state.engines["log_rows"][0] <= rows or not log:
             break
-        rows = int(state.log_size[0])  # preemptions made more steps than estimated
+        rows = int(state.engines["log_rows"][0])  # preemptions made more steps than estimated
     results = outcome_frame(trace, state)
     if not log:
         return results, None
     rids = trace["rid"].to_numpy()
-    raw = pd.DataFrame(state.log[: state.log_size[0]])
+    raw = pd.DataFrame(state.log[: int(state.engines["log_rows"][0])])
     raw["rid"] = rids[raw["request"].to_numpy()]
     steps = raw.loc[raw["tokens"] > 0, ["step", "start_s", "end_s", "rid", "tokens"]].reset_index(drop=True)
     steps.attrs["preemptions"] = raw.loc[raw["tokens"] == 0, ["step", "rid"]].reset_index(drop=True)

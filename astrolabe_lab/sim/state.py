@@ -41,6 +41,7 @@ REQUEST = np.dtype(
         ("router", "i4"),
         ("instance", "i4"),
         ("row", "i4"),  # scratch: the request's row in a status being written
+        ("lost", "i4"),  # tokens computed before the batch in flight when it was preempted
         ("ready_s", "f8"),
         ("first_token_s", "f8"),
         ("finished_s", "f8"),
@@ -82,6 +83,7 @@ ENGINE = np.dtype(
         ("start_s", "f8", (2,)),
         ("end_s", "f8", (2,)),
         ("steady", "i8"),  # the last schedule() was every running request decoding: the next one will be too
+        ("quiet", "i8"),  # steady steps before the first request can finish; -1: not counted yet
         ("stalled", "i8"),  # nothing to schedule before a batch in flight has ended
         # counters
         ("steps", "i8"),
@@ -89,6 +91,7 @@ ENGINE = np.dtype(
         ("preemptions", "i8"),
         ("finished", "i8"),
         ("stuck", "i8"),
+        ("log_rows", "i8"),  # rows written to the log, or that would have been had it more room
     ],
     align=True,
 )
@@ -109,7 +112,10 @@ LOG = np.dtype(
 
 class State(NamedTuple):
     """Arrays of N engines and R requests. ``done[i, router]`` counts (requests, priced tokens) that ended at engine
-    i, which is what a router learns from its own streams. ``log``/``log_size`` record steps when ``log`` has room."""
+    i, which is what a router learns from its own streams. ``log`` records the steps of a state that holds one engine, where it has room; it is empty otherwise.
+
+    The kernel takes these arrays one by one, as ``kernel.advance(*state, i, ...)``: loaded from a tuple, numba would
+    count references to each in every step."""
 
     engines: np.ndarray  # (N,) ENGINE
     requests: np.ndarray  # (R,) REQUEST
@@ -117,7 +123,6 @@ class State(NamedTuple):
     batch: np.ndarray  # (N, 2, S) ENTRY
     done: np.ndarray  # (N, routers, 2) int64
     log: np.ndarray  # (L,) LOG
-    log_size: np.ndarray  # (1,) int64
 
 
 def new_state(configs: list[EngineConfig], costs: list[np.ndarray], n_requests: int, routers: int = 1, log_rows: int = 0) -> State:
@@ -137,7 +142,6 @@ def new_state(configs: list[EngineConfig], costs: list[np.ndarray], n_requests: 
         np.zeros((len(configs), 2, seats), ENTRY),
         np.zeros((len(configs), routers, 2), np.int64),
         np.zeros(log_rows, LOG),
-        np.zeros(1, np.int64),
     )
 
 
