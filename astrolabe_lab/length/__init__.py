@@ -25,8 +25,8 @@ def attach(frame: pd.DataFrame, spec: str, seed: int = 0) -> pd.DataFrame:
 
     One seed draws the same z for every REL, from the stream ``lengths``, so noise levels are paired. With REL
     near 1 the floor at 1 token cuts the lower side (16 % of requests at REL = 1) and raises the mean.
-    Raises InputError for another spec, a number that is not allowed, ``trace`` without predictions, or a frame
-    that breaks the contract (it may lack ``arrived_s``).
+    Raises InputError for another spec, a number that is not allowed, ``trace`` without predictions, or a
+    frame that breaks the contract (it may lack ``arrived_s``).
     Source: both papers inject relative Gaussian error.
     """
     import numpy as np
