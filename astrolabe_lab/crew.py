@@ -1,0 +1,127 @@
+"""Many jobs on a few processes, where a job that fails or kills its process is named.
+
+The standard library's process pool cannot say which job killed a worker; one pipe per worker can. Processes
+are spawned, never forked: compiled code and its threads do not survive a fork.
+"""
+
+import contextlib
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import connection, get_context
+
+from .errors import InputError
+
+
+class CrewError(RuntimeError):
+    """A job crashed, or its process died; the message starts with the job's name."""
+
+
+def cores() -> int:
+    """How many processor cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def each(job: Callable, items: Sequence, workers: int) -> Iterator[tuple[int, object]]:
+    """(index, job(items[index])) for every item, as they end, on `workers` processes; 1 is this process.
+
+    `str(item)` names an item in errors. A job's InputError comes through with that name before it; any other
+    exception, or the death of a process, is a CrewError. However it ends, also by Ctrl-C, no process is left.
+    """
+    if workers == 1:
+        return _here(job, items)
+    return _spread(_pickled((job, list(items))), [str(item) for item in items], workers)
+
+
+def _here(job: Callable, items: Sequence) -> Iterator[tuple[int, object]]:
+    for index, item in enumerate(items):
+        try:
+            result = job(item)
+        except InputError as error:
+            raise InputError(f"{item}: {error}") from error
+        except Exception as error:
+            raise CrewError(f"{item}: {type(error).__name__}: {error}") from error
+        yield index, result
+
+
+def _spread(payload: bytes, names: list[str], workers: int) -> Iterator[tuple[int, object]]:
+    context = get_context("spawn")
+    todo = iter(range(len(names)))
+    busy, crew = {}, []
+
+    def give(pipe, process) -> None:
+        if (index := next(todo, None)) is not None:
+            busy[pipe] = index, process
+            with contextlib.suppress(OSError):  # dead already: the read that follows says so
+                pipe.send(index)
+
+    try:
+        for _ in range(workers):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, payload), daemon=True)
+            process.start()
+            theirs.close()  # or the end of the worker would not end the pipe
+            crew.append(process)
+            give(ours, process)
+        while busy:
+            for pipe in connection.wait(busy):
+                index, process = busy.pop(pipe)
+                try:
+                    result, error = pipe.recv()
+                except (EOFError, OSError):
+                    process.join(5)
+                    raise CrewError(f"{names[index]}: {_death(process.exitcode)}") from None
+                if error:
+                    kind, text = error
+                    raise kind(f"{names[index]}: {text}")
+                yield index, result
+                give(pipe, process)
+    finally:
+        for process in crew:
+            process.terminate()
+        for process in crew:
+            process.join(5)
+
+
+def _work(pipe, payload: bytes) -> None:
+    """A worker: runs the items whose numbers come in and sends back (result, None) or (None, error)."""
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches the whole group; the parent ends its workers
+    job, items = pickle.loads(payload)
+    while True:
+        try:
+            index = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = job(items[index]), None
+        except InputError as error:
+            answer = None, (InputError, str(error))
+        except Exception as error:
+            answer = None, (CrewError, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
+        pipe.send(answer)
+
+
+def _pickled(value: object) -> bytes:
+    try:  # by value, so that a class or a lambda of a notebook cell reaches another process
+        import cloudpickle as pickler
+    except ImportError:
+        pickler = pickle
+    try:
+        return pickler.dumps(value)
+    except Exception as error:
+        raise InputError(f"this cannot be sent to another process ({error}); use workers=1") from error
+
+
+def _death(exitcode: int | None) -> str:
+    if exitcode is not None and exitcode < 0:
+        names = {int(known): known.name for known in signal.Signals}
+        hint = "; often it is memory: use fewer workers" if exitcode == -9 else ""
+        return f"its process was killed by {names.get(-exitcode, f'signal {-exitcode}')}{hint}"
+    return (
+        f"its process ended early (exit code {exitcode}), see its message above; a script has to call this "
+        "under `if __name__ == '__main__':`"
+    )
