@@ -1,6 +1,7 @@
 """What a run measured: one row per run from one row per request, and how sure the seeds make us."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -203,6 +204,30 @@ def step_kinds(step_log: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
             generated[rid] += 1
             redoing.discard(rid)
     return step_log.assign(kind=kinds)
+
+
+def schedule_differences(ours: pd.DataFrame, theirs: pd.DataFrame) -> dict[str, int]:
+    """How many steps and preemptions of two step logs differ, and how many `theirs` has.
+
+    A step differs when its requests, their order or their token counts do, or when one log lacks it; a
+    preemption when its step or victim does. Returns `steps, different_steps, preemptions,
+    different_preemptions`.
+    """
+    steps, lost = [], []
+    for log in (ours, theirs):
+        rows = zip(log["step"], log["rid"], log["tokens"], strict=True)
+        scheduled: dict[int, list] = {}
+        for step, rid, tokens in rows:
+            scheduled.setdefault(step, []).append((rid, tokens))
+        steps.append(scheduled)
+        victims = log.attrs["preemptions"]
+        lost.append(Counter(zip(victims["step"], victims["rid"], strict=True)))
+    return {
+        "steps": len(steps[1]),
+        "different_steps": sum(steps[0].get(n) != steps[1].get(n) for n in steps[0].keys() | steps[1].keys()),
+        "preemptions": lost[1].total(),
+        "different_preemptions": (lost[0] - lost[1]).total() + (lost[1] - lost[0]).total(),
+    }
 
 
 def require_columns(frame: pd.DataFrame, columns: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ from astrolabe_lab.measure import (
     over_seeds,
     paired_difference,
     queue_lengths,
+    schedule_differences,
     step_kinds,
     summarise,
     t_interval,
@@ -184,3 +185,23 @@ def test_steps_are_told_apart_as_prefill_decode_and_recompute():
         "recompute",
         "decode",
     ]
+
+
+def schedule(*rows, preempted=()):
+    log = pd.DataFrame(rows, columns=["step", "rid", "tokens"])
+    log.attrs["preemptions"] = pd.DataFrame(preempted, columns=["step", "rid"])
+    return log
+
+
+def test_schedules_differ_by_order_by_tokens_by_missing_steps_and_by_victims():
+    ours = schedule((0, 0, 8), (0, 1, 2), (1, 0, 1), preempted=[(1, 1)])
+    same = {"steps": 2, "different_steps": 0, "preemptions": 1, "different_preemptions": 0}
+    assert schedule_differences(ours, ours) == same
+    for theirs in (
+        schedule((0, 1, 2), (0, 0, 8), (1, 0, 1), preempted=[(1, 1)]),
+        schedule((0, 0, 7), (0, 1, 3), (1, 0, 1), preempted=[(1, 1)]),
+        schedule((0, 0, 8), (0, 1, 2), preempted=[(1, 1)]),
+    ):
+        assert schedule_differences(ours, theirs)["different_steps"] == 1
+    theirs = schedule((0, 0, 8), (0, 1, 2), (1, 0, 1), preempted=[(1, 0)])
+    assert schedule_differences(ours, theirs)["different_preemptions"] == 2
