@@ -1,0 +1,48 @@
+"""Random choices that a policy in Python and its compiled twin make alike, draw for draw.
+
+Both use ``rng.random()`` only, so that the same generator gives the same choice in either.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+def uniform(n, rng):
+    """An index of 0..n-1, uniform; one draw."""
+    return int(rng.random() * n)
+
+
+def sample_k(n, k, rng):
+    """k distinct indices of 0..n-1, in random order; k draws, none when k == n (then all, in order)."""
+    indices = np.arange(n)
+    if k < n:
+        for j in range(k):
+            m = j + int(rng.random() * (n - j))
+            chosen = indices[m]
+            indices[m] = indices[j]
+            indices[j] = chosen
+    return indices[:k]
+
+
+def argmin(values, rng):
+    """Position of the smallest of ``values`` (at least one; NaN counts as inf); ties are a uniform draw."""
+    best = np.inf
+    ties = 0
+    for i in range(len(values)):
+        value = values[i]
+        if value < best:
+            best = value
+            ties = 1
+        elif value == best:
+            ties += 1
+    if ties == 0:  # nothing finite and nothing equal to inf: all NaN
+        return int(rng.random() * len(values))
+    pick = int(rng.random() * ties) if ties > 1 else 0
+    for i in range(len(values)):
+        value = values[i]
+        if value == best:
+            if pick == 0:
+                return i
+            pick -= 1
+    return 0

@@ -1,0 +1,89 @@
+"""What a router can know of an instance: its signals, all of them with one age."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from astrolabe_lab.sim.kernel import blocks_of, compiled
+from astrolabe_lab.sim.state import NONE
+
+SIGNALS = np.dtype(
+    [
+        ("instance", "i8"),
+        ("age_s", "f8"),  # of everything below but the router's own ledger
+        ("running", "i8"),
+        ("waiting", "i8"),
+        ("free_blocks", "i8"),
+        ("total_blocks", "i8"),
+        ("block_size", "i8"),
+        ("waiting_blocks", "i8"),  # KV blocks that all waiting requests need for what they hold now
+        ("first_waiting_blocks", "i8"),  # that the first of them needs
+        ("pending_tokens", "i8"),  # tokens left to compute of all unfinished requests, by their predicted lengths
+        ("in_flight", "i8"),  # the router's own ledger: requests dispatched and not ended, and their
+        ("in_flight_tokens", "i8"),  # prompt and predicted tokens
+    ],
+    align=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Signals:
+    """One instance's signals; ages in s, sizes in requests, tokens and KV blocks (see SIGNALS)."""
+
+    instance: int
+    age_s: float
+    running: int
+    waiting: int
+    free_blocks: int
+    total_blocks: int
+    block_size: int
+    waiting_blocks: int
+    first_waiting_blocks: int
+    pending_tokens: int
+    in_flight: int
+    in_flight_tokens: int
+
+
+@compiled
+def read_signals(engines, requests, running, batch, i, now_s, x):
+    """Fill the record x with engine i's signals at now_s (up to which it has been advanced): nothing in it shows the
+    outcome of a step that has not ended. The router's own ledger is left alone."""
+    e = engines[i]
+    x.instance = i
+    x.age_s = 0.0
+    x.running = e.n_running
+    x.waiting = e.n_waiting
+    x.free_blocks = e.free_blocks
+    x.total_blocks = e.usable_blocks
+    x.block_size = e.block_size
+    x.waiting_blocks = e.waiting_blocks
+    x.first_waiting_blocks = 0
+    pending = 0
+    for k in range(e.n_running):
+        q = requests[running[i, k]]
+        pending += max(0, q.prompt + q.predicted - (q.computed - q.in_flight))
+    r = e.waiting_head
+    if r != NONE:
+        x.first_waiting_blocks = blocks_of(requests[r].prompt + requests[r].generated, e.block_size)
+    while r != NONE:
+        pending += requests[r].prompt + requests[r].predicted
+        r = requests[r].next
+    r = e.inbox_head
+    while r != NONE and requests[r].ready_s <= now_s:
+        q = requests[r]
+        blocks = blocks_of(q.prompt + q.generated, e.block_size)
+        if x.waiting == 0:
+            x.first_waiting_blocks = blocks
+        x.waiting += 1
+        x.waiting_blocks += blocks
+        pending += q.prompt + q.predicted
+        r = q.next
+    x.pending_tokens = pending
+
+
+@compiled
+def read_all(engines, requests, running, batch, now_s, signals):
+    for i in range(engines.size):
+        read_signals(engines, requests, running, batch, i, now_s, signals[i])

@@ -1,0 +1,124 @@
+"""Compiled twins: whole runs of the policies that large sweeps need, equal draw for draw to the policy objects.
+
+A twin runs where the control plane is ideal and nothing fails; elsewhere, and for every other policy, the object
+itself is called at each decision. Both use the same scores, the same draws and the same engines.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from astrolabe_lab.policies import Astrolabe, LeastLoaded, LlumnixMinus, Random, RoundRobin, draw, scores
+from astrolabe_lab.predictor import ADDED_DELAY, E2E, METRICS, PENDING, TPOT, TTFT, predict
+from astrolabe_lab.sim import kernel
+from astrolabe_lab.sim.kernel import compiled
+from astrolabe_lab.sim.signals import SIGNALS, read_all
+from astrolabe_lab.sim.state import NONE
+from astrolabe_lab.sim.status import write_status
+
+KINDS = (Random, RoundRobin, LeastLoaded, LlumnixMinus, Astrolabe)
+RANDOM, ROUND_ROBIN, LEAST_LOADED, LLUMNIX_MINUS_A, LLUMNIX_MINUS_B, ASTROLABE = range(6)
+
+_sample_k = compiled(draw.sample_k)
+_argmin = compiled(draw.argmin)
+_uniform = compiled(draw.uniform)
+_requests = compiled(scores.requests)
+_llumnix_minus_a = compiled(scores.llumnix_minus_a)
+_llumnix_minus_b = compiled(scores.llumnix_minus_b)
+
+
+def twin_of(policy) -> tuple[int, int, int, int] | None:
+    """(kind, k, metric, counter or defrag) of the policy's compiled twin, or None where it has none."""
+    kind = type(policy)
+    if kind not in KINDS:
+        return None
+    if kind is Astrolabe:
+        return None if callable(policy.metric) else (ASTROLABE, policy.k, METRICS.index(policy.metric), 0)
+    if kind is LlumnixMinus:
+        return (LLUMNIX_MINUS_A if policy.variant == "a" else LLUMNIX_MINUS_B), 0, 0, int(policy.defrag)
+    if kind is RoundRobin:
+        return ROUND_ROBIN, 0, 0, policy.count
+    return KINDS.index(kind), 0, 0, 0
+
+
+@compiled
+def noisy(value, common, candidate):
+    return value * (1.0 + common) * (1.0 + candidate)
+
+
+@compiled
+def ask(engines, requests, running, batch, i, t, r, metric, templates, scratch0, scratch1, scratch2, scratch3, scratch4, scratch5, header, rows, pending, extension, out):
+    """Predict request r at instance i, ready at t; out as ``predictor.predict``'s. False: it does not fit."""
+    write_status(engines, requests, running, batch, i, t, header, rows)
+    pending[0].ready_s = t
+    pending[0].prompt = requests[r].prompt
+    pending[0].predicted = requests[r].predicted
+    return predict(
+        scratch0, scratch1, scratch2, scratch3, scratch4, scratch5, templates[i : i + 1], header, rows, pending, metric, extension, out
+    )
+
+
+@compiled
+def run(
+    engines, requests, running, batch, done, log,
+    arrived, first, last, kind, k, metric, extra, rng, noise_rng, common, candidate, extension, leaps,
+    templates, scratch0, scratch1, scratch2, scratch3, scratch4, scratch5, header, rows, predicted_e2e,
+):  # fmt: skip
+    """Dispatch requests first..last-1 in order of arrival; returns the round-robin counter."""
+    n = engines.size
+    signals = np.zeros(n, SIGNALS)
+    pending = np.zeros(1, PENDING)
+    out = np.zeros(5)
+    asked = k if k > 0 else n
+    values = np.empty(asked)
+    e2e = np.empty(asked)
+    for r in range(first, last):
+        t = arrived[r]
+        chosen = 0
+        if kind == ASTROLABE:
+            drawn = _sample_k(n, asked, rng)
+            shared = common * noise_rng.standard_normal() if common > 0.0 else 0.0
+            found = False
+            for j in range(asked):
+                i = drawn[j]
+                kernel.advance(engines, requests, running, batch, done, log, i, t, NONE, leaps)
+                fits = ask(engines, requests, running, batch, i, t, r, metric, templates, scratch0, scratch1, scratch2, scratch3, scratch4, scratch5, header, rows, pending, extension, out)
+                own = candidate * noise_rng.standard_normal() if candidate > 0.0 else 0.0
+                values[j] = np.inf
+                e2e[j] = np.nan
+                if fits:
+                    value = out[1]
+                    if metric == TTFT:
+                        value = out[0]
+                    elif metric == TPOT:
+                        value = out[2]
+                    elif metric == ADDED_DELAY:
+                        value = out[4]
+                    values[j] = noisy(value, shared, own)
+                    if metric != TTFT:
+                        e2e[j] = noisy(out[1], shared, own)
+                    found = True
+            if found:
+                j = _argmin(values, rng)
+                chosen = drawn[j]
+                predicted_e2e[r] = e2e[j]
+            else:
+                chosen = _uniform(n, rng)
+        elif kind == RANDOM:
+            chosen = _uniform(n, rng)
+        elif kind == ROUND_ROBIN:
+            chosen = extra % n
+            extra += 1
+        else:
+            for i in range(n):
+                kernel.advance(engines, requests, running, batch, done, log, i, t, NONE, leaps)
+            read_all(engines, requests, running, batch, t, signals)
+            if kind == LEAST_LOADED:
+                chosen = _argmin(_requests(signals), rng)
+            elif kind == LLUMNIX_MINUS_A:
+                chosen = _argmin(_llumnix_minus_a(signals), rng)
+            else:
+                chosen = _argmin(_llumnix_minus_b(signals, extra == 1), rng)
+        kernel.advance(engines, requests, running, batch, done, log, chosen, t, NONE, leaps)
+        kernel.deliver(engines, requests, running, batch, done, log, chosen, r, t)
+    return extra
