@@ -121,8 +121,7 @@ def listed(complaints: dict[int, str], where, rows: int) -> str:
     first = sorted(complaints)[:3]
     shown = "; ".join(f"{where(i)}: {complaints[i]}" for i in first)
     more = f"; and {len(complaints) - 3:,} more" if len(complaints) > 3 else ""
-    verb = "row is" if len(complaints) == 1 else "rows are"
-    return f"{len(complaints):,} of {rows:,} {verb} bad: {shown}{more}."
+    return f"{len(complaints):,} of {rows:,} rows bad: {shown}{more}."
 
 
 def ordered_frame(columns: dict):

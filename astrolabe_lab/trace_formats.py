@@ -207,7 +207,7 @@ def _sharegpt(text: str, path: Path, count: Callable[[str], int], name: str) -> 
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         prompt = answer = ""
         if isinstance(entry, json.JSONDecodeError):
-            bad[len(kept)] = f"not JSON ({entry.msg}); is it cut short?"
+            bad[len(kept)] = f"not JSON ({entry.msg}), perhaps cut short"
         elif not isinstance(turns, list):
             bad[len(kept)] = "no list 'conversations' (allowed: an object with one)"
         elif len(turns) < 2:
