@@ -122,7 +122,7 @@ def over_seeds(
     """Mean and t-interval of `metric` over seeds, a row per point: `*by, mean, low, high, seeds`."""
     require_columns(summary, (*by, metric))
     rows = []
-    for key, runs in summary.groupby(list(by), sort=False):
+    for key, runs in summary.groupby(list(by), sort=False, dropna=False):
         mean, low, high = t_interval(runs[metric], level)
         rows.append((*key, mean, low, high, len(runs)))
     return pd.DataFrame(rows, columns=[*by, "mean", "low", "high", "seeds"])

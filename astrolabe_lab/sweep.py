@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +83,7 @@ def sweep(
     with _Progress(progress, len(points)) as report:
         for index, row in crew.each(partial(run_point, setting), points, workers):
             rows[index] = row
-            report(row)
+            report(points[index], row)
     return pd.DataFrame([rows[index] for index in range(len(points))])
 
 
@@ -148,7 +149,8 @@ def run_point(setting: Setting, point: Point) -> dict[str, object]:
     began = time.perf_counter()
     results = simulate(frame, policy, seed=point.seed, **setting.simulate)
     wall_s = time.perf_counter() - began
-    row = {"source": "simulated", "policy": point.label, "qps": point.qps, "seed": point.seed}
+    qps = math.nan if point.qps is None else point.qps
+    row = {"source": "simulated", "policy": point.label, "qps": qps, "seed": point.seed}
     return row | summarise(results, by=[]).iloc[0].to_dict() | {"wall_s": wall_s}
 
 
@@ -165,20 +167,19 @@ class _Progress:
 
             self.bar = tqdm(total=total, unit="run", desc="sweep")
 
-    def __enter__(self) -> Callable[[dict], None]:
+    def __enter__(self) -> Callable[[Point, dict], None]:
         return self._finished
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.close()
 
-    def _finished(self, row: dict) -> None:
+    def _finished(self, point: Point, row: dict) -> None:
         self.done += 1
         if self.tell:
             self.tell(self.done, self.total, row)
         elif self.bar is not None:
             self.bar.update()
         elif self.lines:
-            point = Point(row["policy"], None, row["qps"], row["seed"])
             ttft = f"P99 TTFT {row['ttft_p99_s']:.3g} s, {row['wall_s']:.2g} s to run"
             print(f"sweep {self.done}/{self.total}: {point}: {ttft}", file=sys.stderr, flush=True)

@@ -1,0 +1,155 @@
+import sys
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from astrolabe_lab import arrivals, length, measure, sharegpt_like, trace
+from astrolabe_lab.crew import CrewError
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.sim.cluster import simulate
+from astrolabe_lab.sweep import sweep
+
+SMALL = {"requests": 60, "instances": 3, "progress": False}
+
+
+class Sees:
+    """A user's policy that sends everything to the first instance."""
+
+    def choose(self, request, cluster, rng):
+        return 0
+
+
+class Breaks:
+    def choose(self, request, cluster, rng):
+        raise ZeroDivisionError("in choose")
+
+
+class Dies:
+    def choose(self, request, cluster, rng):
+        sys.exit("never")  # SystemExit is no Exception: the process ends
+
+
+@pytest.fixture(scope="module")
+def summary():
+    return sweep("sharegpt_like", ["random", "least_loaded"], [6, 9], [0, 1], workers=2, **SMALL)
+
+
+def measured(frame):
+    return frame.drop(columns="wall_s")
+
+
+def test_there_is_one_row_per_run_in_the_order_asked(summary):
+    assert summary[["policy", "qps", "seed"]].to_numpy().tolist() == [
+        [p, q, s] for p in ("random", "least_loaded") for q in (6, 9) for s in (0, 1)
+    ]
+    assert set(summary.source) == {"simulated"} and (summary.n == 60).all() and (summary.wall_s > 0).all()
+
+
+def test_a_row_is_the_summary_of_the_run_by_hand(summary):
+    requests = length.attach(sharegpt_like.generate(60, seed=1, text=False), "oracle", 1)
+    results = simulate(arrivals.with_arrivals(requests, 9, seed=1), "least_loaded", instances=3, seed=1)
+    row = summary[(summary.policy == "least_loaded") & (summary.qps == 9) & (summary.seed == 1)].iloc[0]
+    for name, value in measure.summarise(results).iloc[0].drop(["policy", "seed"]).items():
+        assert row[name] == value, name
+
+
+def test_the_number_of_workers_changes_nothing(summary):
+    alone = sweep("sharegpt_like", ["random", "least_loaded"], [6, 9], [0, 1], workers=1, **SMALL)
+    pd.testing.assert_frame_equal(measured(alone), measured(summary))
+
+
+def test_a_point_does_not_depend_on_the_grid_around_it(summary):
+    one = sweep("sharegpt_like", ["least_loaded"], [9], [1], **SMALL)
+    pd.testing.assert_frame_equal(measured(one), measured(summary.iloc[[7]].reset_index(drop=True)))
+
+
+def test_every_policy_sees_the_same_requests_at_a_seed_and_others_at_another():
+    twice = sweep("sharegpt_like", {"a": "random", "b": "random"}, [8], [0, 1], workers=1, **SMALL)
+    per_policy = [
+        measured(rows).drop(columns="policy").reset_index(drop=True) for _, rows in twice.groupby("policy")
+    ]
+    pd.testing.assert_frame_equal(*per_policy)
+    assert twice.e2e_mean_s.nunique() == 2  # two seeds
+
+
+def test_a_file_and_a_frame_give_the_same_runs(tmp_path):
+    frame = sharegpt_like.generate(80, seed=5, text=False)
+    path = trace.save(frame, tmp_path / "t.csv")
+    from_file = sweep(path, ["round_robin"], [8], [0], workers=1, **SMALL)
+    from_frame = sweep(frame, ["round_robin"], [8], [0], workers=1, **SMALL)
+    pd.testing.assert_frame_equal(measured(from_file), measured(from_frame))
+    assert from_file.n.tolist() == [60]
+
+
+def test_a_traces_own_times_are_kept_when_no_rate_is_given():
+    frame = arrivals.with_arrivals(sharegpt_like.generate(60, seed=5, text=False), 4, seed=0)
+    row = sweep(frame, ["round_robin"], [None], [0], arrivals="trace", workers=1, **SMALL).iloc[0]
+    assert np.isnan(row.qps) and row.duration_s > frame.arrived_s.max() - frame.arrived_s.min()
+
+
+def test_a_users_policy_runs_on_other_processes_and_carries_its_name():
+    rows = sweep("sharegpt_like", [Sees(), "round_robin"], [8], [0], workers=2, **SMALL)
+    assert rows.policy.tolist() == ["Sees", "round_robin"]
+    assert rows.ttft_mean_s[0] > rows.ttft_mean_s[1]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_policy_that_breaks_is_named_with_its_point(workers):
+    with pytest.raises(CrewError, match="Breaks at 8 QPS, seed 0: ZeroDivisionError: in choose"):
+        sweep("sharegpt_like", {"Breaks": Breaks(), "r": "random"}, [8], [0], workers=workers, **SMALL)
+
+
+def test_a_worker_that_dies_is_named_with_its_point():
+    with pytest.raises(CrewError, match="Dies at 8 QPS, seed 0: its process ended early"):
+        sweep("sharegpt_like", ["random", Dies()], [8], [0], workers=2, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"policies": ["rondom"]}, "'rondom' is unknown; allowed: random"),
+        ({"policies": "random"}, "should be a list"),
+        ({"policies": []}, "policies is empty"),
+        ({"policies": ["random", "random"]}, "policies holds random more than once"),
+        ({"qps": []}, "qps is empty"),
+        ({"qps": [0]}, "qps"),
+        ({"seeds": [1, 1]}, "seeds holds 1 more than once"),
+        ({"requests": None}, "requests is missing"),
+        ({"requests": 0}, "requests=0 should be a whole number"),
+        ({"workers": 0}, "workers=0 should be a whole number"),
+        ({"lengths": "tea"}, "'tea' is unknown"),
+        ({"arrivals": "regular"}, "regular"),
+        ({"trace": "nowhere.csv"}, "nowhere.csv"),
+        ({"instances": 0}, "instances"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(change, message):
+    good = {"trace": "sharegpt_like", "policies": ["random"], "qps": [5], "seeds": [0], "workers": 1, **SMALL}
+    with pytest.raises(InputError, match=message):
+        sweep(**good | change)
+
+
+def test_unwatched_runs_are_told_in_one_line_each(capsys, monkeypatch):
+    monkeypatch.setenv("ASTROLABE_HEADLESS", "1")
+    sweep("sharegpt_like", ["random"], [6, 9], [0], workers=1, **SMALL | {"progress": None})
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(": P99")[0] for line in lines] == [
+        "sweep 1/2: random at 6 QPS, seed 0",
+        "sweep 2/2: random at 9 QPS, seed 0",
+    ]
+
+
+def test_progress_can_be_a_function_or_silence(capsys):
+    seen = []
+    sweep(
+        "sharegpt_like",
+        ["random"],
+        [6],
+        [0],
+        workers=1,
+        **SMALL | {"progress": lambda *told: seen.append(told)},
+    )
+    assert [(done, total, row["policy"]) for done, total, row in seen] == [(1, 1, "random")]
+    sweep("sharegpt_like", ["random"], [6], [0], workers=1, **SMALL)
+    assert capsys.readouterr().err == ""
