@@ -26,7 +26,22 @@ def sample_k(n, k, rng):
 
 
 def argmin(values, rng):
-    """Position of the smallest of ``values`` (at least one; NaN counts as inf); ties are a uniform draw."""
+    """Position of the smallest of ``values`` (a list, at least one; NaN counts as inf); ties are a uniform draw."""
+    best = min(values)
+    if best != best:  # min() of a list that begins with NaN
+        return argmin_loop(values, rng)
+    ties = values.count(best)
+    if ties == 1:
+        return values.index(best)
+    pick = int(rng.random() * ties)
+    at = values.index(best)
+    for _ in range(pick):
+        at = values.index(best, at + 1)
+    return at
+
+
+def argmin_loop(values, rng):
+    """``argmin`` of an array, in the form that compiles; the same draw and the same answer."""
     best = np.inf
     ties = 0
     for i in range(len(values)):
@@ -36,7 +51,7 @@ def argmin(values, rng):
             ties = 1
         elif value == best:
             ties += 1
-    if ties == 0:  # nothing finite and nothing equal to inf: all NaN
+    if ties == 0:  # all NaN
         return int(rng.random() * len(values))
     pick = int(rng.random() * ties) if ties > 1 else 0
     for i in range(len(values)):

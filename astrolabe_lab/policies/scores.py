@@ -1,7 +1,7 @@
 """The scores of the baselines, lower is better: one formula each, for the policy object and its compiled twin.
 
 Each takes the signals of the healthy instances (a structured array, one element an instance; see
-``astrolabe_lab.sim.signals``) and returns one float64 an instance.
+``astrolabe_lab.sim.signals``) and returns one number an instance.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import numpy as np
 
 def requests(signals):
     """Running plus waiting requests (JSQ)."""
-    return signals["running"] + signals["waiting"].astype(np.float64)
+    return signals["running"] + signals["waiting"]
 
 
 def llumnix_minus_a(signals):

@@ -145,7 +145,8 @@ class _Run:
         ]
         self.sent = np.zeros((n, control.routers, 2), np.int64)
         self.predicted_e2e = np.full(len(trace), np.nan)
-        self.decision_s = np.full(len(trace), np.nan)
+        self.decision_s = np.zeros(len(trace))
+        self.delayed = control.tag_s > 0.0 or control.predict_range_s[1] > 0.0
         # what the routers know
         self.base = np.zeros(n, SIGNALS)
         self.taken_s = np.zeros(n)
@@ -186,7 +187,6 @@ class _Run:
             )  # fmt: skip
             if progress:
                 progress(last, total)
-        self.decision_s[:] = 0.0
         kernel.advance_all(*self.state, np.inf, self.leaps)
         check_progress(self.state)
 
@@ -241,9 +241,12 @@ class _Run:
         self.wait_s = 0.0
         index = view.check_choice(router.policy.choose(request, router.view, router.rng), len(self.healthy), self.name)
         i = self.healthy[index]
-        self.predicted_e2e[r] = self.asked.get(i, np.nan)
         decided_s = now_s + self.wait_s
-        self.decision_s[r] = decided_s - self.arrived[r] if np.isnan(self.decision_s[r]) else self.decision_s[r] + self.wait_s
+        if self.asked:
+            self.predicted_e2e[r] = self.asked.get(i, np.nan)
+        if self.delayed:
+            waited_s = self.decision_s[r]
+            self.decision_s[r] = self.wait_s + (now_s - request.arrived_s if waited_s == 0.0 else waited_s)
         tokens = request.prompt_tokens + request.predicted_tokens
         if self.wait_s > 0.0:
             self.sequence += 1
@@ -463,7 +466,7 @@ class _Run:
         for column in ("first_token_s", "finished_s", "ttft_s", "tpot_s", "e2e_s", "generated_tokens", "preemptions"):
             frame[column] = outcome[column].to_numpy()
         frame["predicted_e2e_s"] = self.predicted_e2e
-        frame["decision_s"] = self.decision_s
+        frame["decision_s"] = np.where(instance < 0, np.nan, self.decision_s)
         frame["status"] = outcome["status"].to_numpy()
         frame["source"] = "simulated"
         frame["policy"] = name

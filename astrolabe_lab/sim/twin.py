@@ -20,7 +20,7 @@ KINDS = (Random, RoundRobin, LeastLoaded, LlumnixMinus, Astrolabe)
 RANDOM, ROUND_ROBIN, LEAST_LOADED, LLUMNIX_MINUS_A, LLUMNIX_MINUS_B, ASTROLABE = range(6)
 
 _sample_k = compiled(draw.sample_k)
-_argmin = compiled(draw.argmin)
+_argmin = compiled(draw.argmin_loop)
 _uniform = compiled(draw.uniform)
 _requests = compiled(scores.requests)
 _llumnix_minus_a = compiled(scores.llumnix_minus_a)
