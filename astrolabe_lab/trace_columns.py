@@ -56,10 +56,11 @@ def check_columns(table: Table, keep):
             complaints.setdefault(int(i), f"{name} is {_shown(values[i])} (allowed: {allowed})")
     if "rid" in columns:
         first: dict[int, int] = {}
-        used = [i for i in np.flatnonzero(keep) if i not in complaints]
+        used = keep.copy()
+        used[list(complaints)] = False
         rids = columns["rid"][used]
         if len(np.unique(rids)) != len(rids):
-            for i, rid in zip(used, rids.tolist(), strict=True):
+            for i, rid in zip(np.flatnonzero(used), rids.tolist(), strict=True):
                 if first.setdefault(rid, i) != i:
                     complaints[int(i)] = (
                         f"rid {rid} is used already on {table.where(first[rid])} (allowed: each once)"
@@ -72,7 +73,9 @@ def as_floats(values):
     import numpy as np
 
     try:
-        return np.array(values, dtype=np.float64)
+        if isinstance(values, np.ndarray):
+            return values.astype(np.float64)
+        return np.fromiter(map(float, values), dtype=np.float64, count=len(values))
     except (ValueError, TypeError, OverflowError):
         return np.array([_float(value) for value in values], dtype=np.float64)
 

@@ -8,6 +8,8 @@ import io
 import json
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
@@ -109,36 +111,47 @@ def _text(content: bytes, path: Path) -> str:
 def _csv(text: str, path: Path) -> Table:
     csv.field_size_limit(2**31 - 1)
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
-    rows, lines = [], []
-    header, start = None, 1
+    columns: list[list[str]] = []
+    bad: dict[int, str] = {}
+    rows = 0
     try:
-        for row in reader:
-            if header is None:
-                header = [name.strip() for name in row]
-            else:
-                rows.append(row)
-                lines.append(start)
-            start = reader.line_num + 1
+        header = [name.strip() for name in next(reader)]
+        if not header or len(set(header)) != len(header):
+            raise InputError(
+                f"{path}, line 1: the header {header} is empty or names a column twice; name each column once"
+            )
+        columns = [[] for _ in header]
+        # In blocks: keeping a list for every row costs more in garbage collection than reading does.
+        while block := list(islice(reader, 8192)):
+            for i, row in enumerate(block):
+                if len(row) != len(header):
+                    fault = f"{len(row)} fields where the header has {len(header)}"
+                    bad[rows + i] = fault if any(row) else "a blank line"
+                    block[i] = [""] * len(header)
+            for column, values in zip(columns, zip(*block, strict=True), strict=True):
+                column.extend(values)
+            rows += len(block)
     except csv.Error as error:
+        line = _line(text, None)
         raise InputError(
-            f"{path}, line {start}: {error}; is the file cut short, or a quote left open?"
+            f"{path}, line {line}: {error}; is the file cut short, or a quote left open?"
         ) from None
-    if not header or len(set(header)) != len(header):
-        raise InputError(
-            f"{path}, line 1: the header {header} is empty or names a column twice; name each column once"
-        )
-    while rows and not any(rows[-1]):
-        rows.pop()
-    width = len(header)
-    bad = {
-        i: f"{len(row)} fields where the header has {width}" if any(row) else "a blank line"
-        for i, row in enumerate(rows)
-        if len(row) != width
-    }
-    for i in bad:
-        rows[i] = [""] * width
-    columns = dict(zip(header, zip(*rows, strict=True), strict=True)) if rows else dict.fromkeys(header, ())
-    return Table("csv", columns, lambda i: f"line {lines[i]}", bad)
+    while columns[0] and bad.get(len(columns[0]) - 1) == "a blank line":
+        del bad[len(columns[0]) - 1]
+        for column in columns:
+            column.pop()
+    named = dict(zip(header, columns, strict=True))
+    return Table("csv", named, lambda i: f"line {_line(text, i + 1)}", bad)
+
+
+def _line(text: str, row: int | None) -> int:
+    """The line where a row starts, the header being row 0; None: the row that cannot be read."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    start = 1
+    with suppress(csv.Error):
+        for _ in islice(reader, row):
+            start = reader.line_num + 1
+    return start
 
 
 def _parquet(content: bytes, path: Path) -> Table:
@@ -146,12 +159,13 @@ def _parquet(content: bytes, path: Path) -> Table:
 
     try:
         frame = pd.read_parquet(io.BytesIO(content))
-    except Exception as error:  # pyarrow raises many kinds for damaged files
+        columns = {str(name): frame[name].to_numpy() for name in frame}
+    except Exception as error:  # pyarrow raises many kinds for damaged files, some only on conversion
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(
             f"{path} is not a readable Parquet file ({reason}); is it cut short? fetch it again"
         ) from None
-    return Table("parquet", {str(name): frame[name].to_numpy() for name in frame}, lambda i: f"row {i + 1}")
+    return Table("parquet", columns, lambda i: f"row {i + 1}")
 
 
 def _named(table: Table, format: str | None, path: Path) -> Table:
