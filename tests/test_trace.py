@@ -98,9 +98,7 @@ def test_a_file_without_rid_and_times_gets_rids_and_no_times(file):
 
 
 def test_byte_order_mark_windows_line_ends_and_trailing_blank_lines_are_harmless(file):
-    frame = trace.load(
-        file(b"\xef\xbb\xbf" + (HEADER + "0,0.5,5,6\n1,1.5,7.0,8\n\n\n").replace("\n", "\r\n").encode())
-    )
+    frame = trace.load(file(b"\xef\xbb\xbf" + (HEADER + "0,0.5,5,6\n1,1.5,7.0,8\n\n\n").replace("\n", "\r\n").encode()))
     assert frame["prompt_tokens"].tolist() == [5, 7] and frame["prompt_tokens"].dtype == np.int64
 
 
@@ -110,9 +108,7 @@ def test_other_columns_are_left_out_and_named(file):
 
 
 def test_a_misspelt_column_is_not_ignored_in_silence(file):
-    assert "did you mean 'predicted_tokens'" in refusal(
-        file("prompt_tokens,output_tokens,predicted_token\n5,6,7\n")
-    )
+    assert "did you mean 'predicted_tokens'" in refusal(file("prompt_tokens,output_tokens,predicted_token\n5,6,7\n"))
 
 
 def test_the_sample_is_what_its_readme_says(tmp_path):
@@ -130,10 +126,7 @@ def test_a_token_count_that_is_no_positive_integer_is_named_with_its_line(file, 
     row[column] = value
     message = refusal(file(HEADER + "0,1.0,5,6\n" + ",".join(row) + "\n"))
     name = HEADER.strip().split(",")[column]
-    assert (
-        f"1 of 2 rows bad: line 3: {name} is {value!r} (allowed: an integer from 1 to 1,000,000,000)"
-        in message
-    )
+    assert f"1 of 2 rows bad: line 3: {name} is {value!r} (allowed: an integer from 1 to 1,000,000,000)" in message
     assert "on_bad='drop'" in message
 
 
@@ -158,9 +151,7 @@ def test_bad_rows_are_dropped_only_if_asked_and_counted(file):
 
 
 def test_a_file_of_bad_rows_only_is_refused_even_when_dropping(file):
-    assert "no request is left of 1 rows (left out: 1 by bad)" in refusal(
-        file(HEADER + "0,0,0,0\n"), on_bad="drop"
-    )
+    assert "no request is left of 1 rows (left out: 1 by bad)" in refusal(file(HEADER + "0,0,0,0\n"), on_bad="drop")
 
 
 def test_a_last_row_cut_short_is_named(file):
@@ -216,9 +207,7 @@ def test_a_header_alone_is_refused(file):
 
 @pytest.mark.parametrize("keep", [0.3, 0.9, 0.999])
 def test_a_gzip_file_cut_short_is_refused(file, keep):
-    whole = gzip.compress(
-        (HEADER + "".join(f"{i},{i},{i % 7 + 1},{i % 5 + 1}\n" for i in range(1000))).encode()
-    )
+    whole = gzip.compress((HEADER + "".join(f"{i},{i},{i % 7 + 1},{i % 5 + 1}\n" for i in range(1000))).encode())
     assert "gzip data is cut short or damaged" in refusal(file(whole[: int(len(whole) * keep)], "t.csv.gz"))
 
 
@@ -229,9 +218,10 @@ def test_a_damaged_gzip_file_is_refused(file):
 
 
 @pytest.mark.parametrize("name", ["t.parquet", "t.csv"])
-def test_a_parquet_file_cut_short_is_refused_whatever_its_name(tmp_path, file, name):
+def test_a_parquet_file_cut_short_or_damaged_is_refused_whatever_its_name(tmp_path, file, name):
     whole = trace.save(full_frame(), tmp_path / "whole.parquet").read_bytes()
-    assert "is not a readable Parquet file" in refusal(file(whole[:-20], name))
+    for damaged in (whole[:-20], whole.replace(b" spaced ", b" sp\xffced ")):
+        assert "is not a readable Parquet file" in refusal(file(damaged, name))
 
 
 def test_another_encoding_is_named_with_its_line(file):
@@ -245,9 +235,8 @@ def test_a_binary_file_is_refused(file):
 
 
 def test_a_quote_left_open_is_named(file):
-    assert "line 2: unexpected end of data" in refusal(
-        file('prompt_tokens,output_tokens,prompt\n5,6,"cut sho')
-    )
+    text = 'prompt_tokens,output_tokens,prompt\n5,6,fine\n5,6,"open\n' + "5,6,more\n" * 50
+    assert "line 3: unexpected end of data" in refusal(file(text))
 
 
 def test_missing_columns_and_double_ones_are_named(file):
@@ -283,9 +272,7 @@ def test_azure_times_keep_seven_decimals_and_start_at_zero(file):
 
 def test_azure_times_may_carry_a_zone_and_bad_ones_are_named(file):
     head = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-    frame = trace.load(
-        file(head + "2024-05-10 00:00:00.009930+00:00,5,6\n2024-05-10 02:00:00.009930+01:00,5,6\n")
-    )
+    frame = trace.load(file(head + "2024-05-10 00:00:00.009930+00:00,5,6\n2024-05-10 02:00:00.009930+01:00,5,6\n"))
     assert frame["arrived_s"].tolist() == [0.0, 3600.0]
     bad = file(head + "2024-05-10 00:00:00,5,6\nyesterday,5,6\n2024-05-10 00:00:03,5,0\n")
     message = refusal(bad)
@@ -358,10 +345,7 @@ def test_sharegpt_entries_that_are_no_conversation_are_bad_rows(file):
     good = conversation(words(5), words(6))
     path = file(json.dumps([good, [1], {"messages": []}, conversation(None, "x"), good]), "t.json")
     message = refusal(path)
-    assert (
-        "3 of 5 rows bad: entry 2: no list 'conversations'" in message
-        and "entry 4: a turn without" in message
-    )
+    assert "3 of 5 rows bad: entry 2: no list 'conversations'" in message and "entry 4: a turn without" in message
     assert len(trace.load(path, on_bad="drop")) == 2
 
 
@@ -409,9 +393,7 @@ def test_a_tokenizer_may_be_a_callable_an_encoder_or_give_a_mapping(file):
     path = file(json.dumps([conversation("abcdef", "ghijk")]), "t.json")
     for tokenizer, name in ((len, "len"), (Encoder(), "models/tiny")):
         frame = trace.load(path, tokenizer=tokenizer)
-        assert (frame["prompt_tokens"][0], frame["output_tokens"][0]) == (6, 5) and frame.attrs[
-            "token_counter"
-        ] == name
+        assert (frame["prompt_tokens"][0], frame["output_tokens"][0]) == (6, 5) and frame.attrs["token_counter"] == name
     assert counter(lambda text: {"input_ids": [1, 2]})[0]("x") == 2
     for wrong in (7, "no/such/folder"):
         with pytest.raises(InputError, match="tokenizer"):
@@ -470,9 +452,7 @@ def test_check_gives_the_types_of_the_contract_and_keeps_what_else_there_is():
     ],
 )
 def test_check_names_what_breaks_the_contract(change, says):
-    frame = pd.DataFrame(
-        {"rid": [0, 1], "arrived_s": [0.0, 1.0], "prompt_tokens": [1, 1], "output_tokens": [1, 1]}
-    )
+    frame = pd.DataFrame({"rid": [0, 1], "arrived_s": [0.0, 1.0], "prompt_tokens": [1, 1], "output_tokens": [1, 1]})
     trace.check(frame)
     with pytest.raises(InputError, match=says):
         trace.check(frame.assign(**change))
