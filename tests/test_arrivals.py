@@ -106,10 +106,7 @@ def test_arrivals_leave_the_given_frame_alone_and_replace_old_times():
 def test_a_trace_keeps_its_shape_when_scaled_to_a_rate():
     own = frame(4, arrived_s=[0.0, 1.0, 1.0, 6.0])
     scaled = with_arrivals(own, 3.0, kind="trace")["arrived_s"]
-    assert (
-        scaled.tolist() == pytest.approx([0, 1 / 6, 1 / 6, 1])
-        and 3 / (scaled.iloc[-1] - scaled.iloc[0]) == 3.0
-    )
+    assert scaled.tolist() == pytest.approx([0, 1 / 6, 1 / 6, 1]) and 3 / (scaled.iloc[-1] - scaled.iloc[0]) == 3.0
     assert with_arrivals(own, None, kind="trace")["arrived_s"].tolist() == [0, 1, 1, 6]
 
 
@@ -163,10 +160,6 @@ def test_streams_are_the_same_in_every_process_whatever_the_hash_seed():
 
 
 def test_streams_of_other_names_and_seeds_are_unrelated():
-    draws = [
-        stream(seed, name).standard_normal(5000)
-        for seed in (0, 1)
-        for name in ("arrivals", "lengths", "noise")
-    ]
+    draws = [stream(seed, name).standard_normal(5000) for seed in (0, 1) for name in ("arrivals", "lengths", "noise")]
     correlation = np.corrcoef(draws) - np.eye(6)
     assert np.abs(correlation).max() < 4 / math.sqrt(5000)

@@ -58,13 +58,15 @@ def test_the_same_seed_gives_the_same_bytes_on_every_platform(tmp_path):
 
 
 def test_generation_is_fast():
-    generate(10, seed=0)
-    started = time.perf_counter()
-    generate(10_000, seed=9)
-    with_text = time.perf_counter() - started
-    started = time.perf_counter()
-    generate(10_000, seed=9, text=False)
-    assert with_text < 3 and time.perf_counter() - started < with_text / 2
+    def fastest_s(text):
+        took_s = []
+        for _ in range(3):
+            started = time.perf_counter()
+            generate(10_000, seed=9, text=text)
+            took_s.append(time.perf_counter() - started)
+        return min(took_s)
+
+    assert fastest_s(text=True) < 3 and fastest_s(text=False) < 0.5
 
 
 def errors(predicted, true):
@@ -114,9 +116,7 @@ def test_the_words_are_all_it_takes_to_know_the_median():
     assert groups.nunique().max() == 1
     prompts = generate(n, seed=8)["prompt"]
     said = rows["amount"].gt(0)
-    assert all(
-        str(a) in re.findall(r"\d+", p) for a, p in zip(rows["amount"][said], prompts[said], strict=True)
-    )
+    assert all(str(a) in re.findall(r"\d+", p) for a, p in zip(rows["amount"][said], prompts[said], strict=True))
     assert all(style in p for style, p in zip(rows["style"], prompts, strict=True))
     assert (rows["pasted_tokens"].gt(0) == prompts.str.contains("\n\n")).all()
 

