@@ -15,7 +15,6 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.tokens import APPROXIMATION, count_tokens, counter
 
 HEADER = "rid,arrived_s,prompt_tokens,output_tokens\n"
-SHARED = Path(os.environ.get("ASTROLABE_SHARED", Path(__file__).parents[2] / "shared")) / "data"
 SAMPLE = Path(__file__).parents[1] / "data" / "sharegpt_like_200.csv"
 
 
@@ -474,11 +473,14 @@ def test_check_names_what_is_missing():
 # --- real files, kept beside the checkout and never in it
 
 
-def shared(path):
-    path = SHARED / path
-    if not path.exists():
-        pytest.skip(f"needs {path.name} in the shared data folder (ASTROLABE_SHARED)")
-    return path
+@pytest.fixture
+def real(shared):
+    def find(path):
+        if not (shared / "data" / path).exists():
+            pytest.skip(f"the shared data folder lacks {path}")
+        return shared / "data" / path
+
+    return find
 
 
 @pytest.mark.shared
@@ -493,23 +495,23 @@ def shared(path):
         ("astrolabe/trace_data__sharegpt__sharegpt_val_10k_llama2.csv.gz", 10000, "vidur", 246, 326),
     ],
 )
-def test_published_traces_load_with_their_published_moments(path, rows, format, prompt_mean, output_mean):
-    frame = trace.load(shared(path))
+def test_published_traces_load_with_their_published_moments(real, path, rows, format, prompt_mean, output_mean):
+    frame = trace.load(real(path))
     assert (len(frame), frame.attrs["format"], frame.attrs["bad_rows"]) == (rows, format, 0)
     assert frame["prompt_tokens"].mean() == pytest.approx(prompt_mean, rel=0.005)
     assert frame["output_tokens"].mean() == pytest.approx(output_mean, rel=0.005)
 
 
 @pytest.mark.shared
-def test_azure_and_its_copy_by_vidur_agree_and_load_fast():
-    azure = shared("traces/azure_2023_conv.csv.gz")
+def test_azure_and_its_copy_by_vidur_agree_and_load_fast(real):
+    azure = real("traces/azure_2023_conv.csv.gz")
     ours, took_s = trace.load(azure), []
     for _ in range(3):
         started = time.perf_counter()
         trace.load(azure)
         took_s.append(time.perf_counter() - started)
     assert min(took_s) < 0.5
-    theirs = trace.load(shared("vidur/processed_traces/splitwise_conv.csv"))
+    theirs = trace.load(real("vidur/processed_traces/splitwise_conv.csv"))
     np.testing.assert_allclose(ours["arrived_s"], theirs["arrived_s"], atol=1e-6)
     assert ours[["prompt_tokens", "output_tokens"]].equals(theirs[["prompt_tokens", "output_tokens"]])
 
@@ -525,14 +527,14 @@ def test_azure_and_its_copy_by_vidur_agree_and_load_fast():
         ("traces/servegen_reason_deepseek-r1.tar.gz", "is binary"),
     ],
 )
-def test_real_files_without_requests_for_us_are_refused_with_a_reason(path, says):
-    assert says in refusal(shared(path))
+def test_real_files_without_requests_for_us_are_refused_with_a_reason(real, path, says):
+    assert says in refusal(real(path))
 
 
 @pytest.mark.shared
-def test_our_count_is_close_to_a_real_tokenizer_on_real_prompts():
+def test_our_count_is_close_to_a_real_tokenizer_on_real_prompts(real):
     """The claim of count_tokens: total within 1 %, a prompt off by 6 % on average, against SmolLM2."""
-    with gzip.open(shared("lengths/pooled_prompts.jsonl.gz"), "rt") as lines:
+    with gzip.open(real("lengths/pooled_prompts.jsonl.gz"), "rt") as lines:
         rows = [json.loads(line) for line in lines]
     ours = np.array([count_tokens(row["prompt"]) for row in rows])
     theirs = np.array([row["prompt_tokens"] for row in rows])
