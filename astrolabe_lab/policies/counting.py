@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from astrolabe_lab.errors import InputError
 from astrolabe_lab.policies import scores
 from astrolabe_lab.policies.draw import argmin, sample_k, uniform
 
@@ -35,6 +36,10 @@ class MinQps:
 
     window_s: float = 60.0
     sent: dict = field(default_factory=dict, repr=False)
+
+    def __post_init__(self):
+        if isinstance(self.window_s, bool) or not isinstance(self.window_s, (int, float)) or not self.window_s > 0:
+            raise InputError(f"policy min_qps: window_s={self.window_s!r} must be a number > 0, in seconds")
 
     def choose(self, request, cluster, rng):
         counts = []

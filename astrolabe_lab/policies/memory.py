@@ -53,6 +53,8 @@ class LlumnixMinus:
 
     def __post_init__(self):
         _check_variant("llumnix_minus", self.variant, "ab")
+        if not isinstance(self.defrag, bool):
+            raise InputError(f"policy llumnix_minus: defrag={self.defrag!r} must be true or false")
 
     def choose(self, request, cluster, rng):
         if self.variant == "a":

@@ -7,6 +7,7 @@ lengths or to the simulator's clock.
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from itertools import count
 
@@ -53,7 +54,10 @@ class ClusterView:
     def predict(self, request, metric, instances) -> np.ndarray:
         """Predicted ``metric`` (e2e_s, ttft_s, tpot_s, added_delay_s, or a callable of Predictions) of the request on
         each of ``instances`` (indices into this view): float64, lower is better, inf where it does not fit."""
-        return _asked[self._number](request, metric, instances)
+        answer = _asked.get(self._number)
+        if answer is None:
+            raise InputError("predict: the simulation of this cluster has ended")
+        return answer(request, metric, instances)
 
 
 def register(answer) -> int:
@@ -70,9 +74,11 @@ def forget(number: int) -> None:
 def check_choice(chosen, n: int, name: str) -> int:
     """The policy's choice as an int in 0..n-1. Raises InputError naming the policy otherwise."""
     try:
-        index = chosen.__index__()
-    except AttributeError:
-        raise InputError(f"policy {name}: choose() returned {chosen!r}; it must return an index in 0..{n - 1}") from None
+        index = None if isinstance(chosen, (bool, np.bool_)) else operator.index(chosen)
+    except TypeError:
+        index = None
+    if index is None:
+        raise InputError(f"policy {name}: choose() returned {chosen!r}; it must return an index in 0..{n - 1}")
     if not 0 <= index < n:
         raise InputError(f"policy {name}: choose() returned {index}; the cluster has {n} healthy instances, 0..{n - 1}")
     return index

@@ -14,8 +14,9 @@ class ControlPlane:
 
     ``status_interval_s``: statuses are refreshed at its multiples; 0: read at each decision. ``tag_s``: arrival to the
     start of the decision (the length tagger). ``predict_s``: until a Predictor answers, fixed or uniform in (low,
-    high), drawn for each asked instance: a decision waits for the slowest. ``dispatch_s``: decision to arrival at the
-    engine. ``routers``: requests take turns over so many routers that do not see each other's dispatches.
+    high), drawn for each asked instance: a decision waits for the slowest of a call, and calls add up. ``dispatch_s``:
+    decision to arrival at the engine. ``routers``: requests take turns over so many routers that do not see each
+    other's dispatches.
     """
 
     status_interval_s: float = 0.0
@@ -70,7 +71,8 @@ class LatencyNoise:
 
 @dataclass(frozen=True)
 class Slowdown:
-    """Steps of ``instance`` that start in [start_s, end_s) take ``factor`` times as long."""
+    """Steps of ``instance`` that are scheduled in [start_s, end_s) take ``factor`` times as long; Predictors do not
+    know."""
 
     instance: int
     start_s: float
@@ -93,8 +95,9 @@ class Outage:
 
     ``on_stop`` says what happens to its requests: ``fail`` (status failed at that time), ``redispatch`` (a router
     chooses again for each, tokens lost), or ``pause`` (the process hangs: it goes on where it was at ``end_s``).
-    Routers leave the instance out from ``start_s + detected_after_s`` to its end; what they send there in between
-    shares the fate of its requests.
+    Routers leave the instance out from ``start_s + detected_after_s`` to its end; until then its signals are those of
+    its last moment, and what arrives there shares the fate of its requests (with ``redispatch`` the first refusal gives
+    it away). What is still on its way when the instance is back is served.
     """
 
     instance: int
