@@ -14,8 +14,8 @@ import numpy as np
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.request import Request
 from astrolabe_lab.sim import kernel
+from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.config import EngineConfig
-from astrolabe_lab.sim.kernel import compiled
 from astrolabe_lab.sim.state import ENGINE, FINISHED, NONE, configure, new_state
 from astrolabe_lab.sim.status import HEADER, ROW, Status, assumed_output, restore
 
@@ -40,12 +40,13 @@ class Prediction:
 
 
 @compiled
-def forward(engines, requests, running, batch, done, log, template, header, rows, pending, newcomer, metric, extension, out):
+def forward(scratch, template, header, rows, pending, newcomer, metric, extension, out):
     """Simulate forward until the newcomer (``pending[newcomer]``, or -1 for none) has finished.
 
     Writes (ttft, e2e, tpot) of the newcomer, in s from its ready time, to out[:3], and the summed finish times of all
     to out[3] when the metric asks for them. Returns False when the newcomer does not fit.
     """
+    engines, requests, running, batch, done, log = scratch
     restore(engines, requests, running, batch, template, header, rows, extension)
     n = header[0].n_rows
     target = NONE
@@ -97,16 +98,16 @@ def forward(engines, requests, running, batch, done, log, template, header, rows
 
 
 @compiled
-def predict(engines, requests, running, batch, done, log, template, header, rows, pending, metric, extension, out):
+def predict(scratch, template, header, rows, pending, metric, extension, out):
     """Predict for the newcomer, the last of ``pending``; out (5,) gets ttft, e2e, tpot, (scratch), added delay in s
     from its ready time. Returns False when it does not fit. The scratch state needs room for all rows and pending."""
     newcomer = pending.size - 1
-    if not forward(engines, requests, running, batch, done, log, template, header, rows, pending, newcomer, metric, extension, out):
+    if not forward(scratch, template, header, rows, pending, newcomer, metric, extension, out):
         return False
     if metric == ADDED_DELAY:
         others_with = out[3]
         ttft, e2e, tpot = out[0], out[1], out[2]
-        forward(engines, requests, running, batch, done, log, template, header, rows, pending, -1, metric, extension, out)
+        forward(scratch, template, header, rows, pending, -1, metric, extension, out)
         out[4] = e2e + others_with - out[3]
         out[0], out[1], out[2] = ttft, e2e, tpot
     return True
@@ -154,7 +155,7 @@ class Predictor:
             raise InputError(f"metric={metric!r} is not one of {', '.join(METRICS)}")
         if status.running > self.engine.max_num_seqs:
             raise InputError(
-                f"status: {status.running} requests run where max_num_seqs={self.engine.max_num_seqs}: not this engine's"
+                f"status: {status.running} requests run where max_num_seqs={self.engine.max_num_seqs}: another engine's"
             )
         taken_s = status.taken_s
         if now_s is None:
@@ -165,7 +166,9 @@ class Predictor:
         pending[-1] = (now_s, request.prompt_tokens, request.predicted_tokens)
         code = E2E if metric is None else METRICS.index(metric)
         state = self.scratch(len(status.rows) + len(pending))
-        fits = predict(*state, self.template, status.header, status.rows, pending, code, self.extension_tokens, self._out)
+        fits = predict(
+            state, self.template, status.header, status.rows, pending, code, self.extension_tokens, self._out
+        )
         if not fits:
             return Prediction(False, reason=self._why_not(request))
         wait_s = now_s - request.arrived_s
@@ -173,14 +176,19 @@ class Predictor:
         if code == TTFT:
             return Prediction(True, ttft_s=float(ttft + wait_s))
         return Prediction(
-            True, float(ttft + wait_s), float(e2e + wait_s), float(tpot), float(added + wait_s) if code == ADDED_DELAY else None
+            True,
+            float(ttft + wait_s),
+            float(e2e + wait_s),
+            float(tpot),
+            float(added + wait_s) if code == ADDED_DELAY else None,
         )
 
     def _why_not(self, request: Request) -> str:
         total = request.prompt_tokens + request.predicted_tokens
         if total > self.engine.max_model_len:
             return f"prompt + predicted output = {total} tokens exceed max_model_len={self.engine.max_model_len}"
-        return f"prompt + predicted output = {total} tokens need more than the engine's {self.engine.usable_blocks} KV blocks"
+        blocks = self.engine.usable_blocks
+        return f"prompt + predicted output = {total} tokens need more than the engine's {blocks} KV blocks"
 
 
 def empty_status(now_s: float, engine: EngineConfig) -> Status:

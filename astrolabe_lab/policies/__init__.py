@@ -43,7 +43,11 @@ NAMES = {
     "po2_requests": Po2Requests,
     "astrolabe": Astrolabe,
 }
-_SHORT = {f"{name}_{variant}": (name, variant) for name, variants in (("infaas", "abc"), ("llumnix_minus", "ab")) for variant in variants}
+_SHORT = {
+    f"{name}_{variant}": (name, variant)
+    for name, variants in (("infaas", "abc"), ("llumnix_minus", "ab"))
+    for variant in variants
+}
 
 
 def parse(text: str):
@@ -76,7 +80,9 @@ def spec(policy) -> str:
         if type(policy) is kind:
             shown = [(f.name, getattr(policy, f.name)) for f in fields(kind) if f.repr]
             options = [
-                f"{key}={_text(value)}" for key, value in shown if key in ("k", "variant") or value != kind.__dataclass_fields__[key].default
+                f"{key}={_text(value)}"
+                for key, value in shown
+                if key in ("k", "variant") or value != kind.__dataclass_fields__[key].default
             ]
             return name + (":" + ",".join(options) if options else "")
     return getattr(policy, "__name__", type(policy).__name__)

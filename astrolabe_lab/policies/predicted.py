@@ -41,7 +41,7 @@ class Astrolabe:
             raise InputError(f"policy astrolabe: k={self.k!r} must be a whole number >= 1, or 0 for all instances")
         if not callable(self.metric) and self.metric not in ("e2e_s", "ttft_s", "tpot_s", "added_delay_s"):
             raise InputError(
-                f"policy astrolabe: metric={self.metric!r} is not one of e2e_s, ttft_s, tpot_s, added_delay_s, nor a callable"
+                f"policy astrolabe: metric={self.metric!r} is no callable, nor e2e_s, ttft_s, tpot_s, added_delay_s"
             )
 
     def choose(self, request, cluster, rng):

@@ -50,8 +50,9 @@ def simulate(
     """The result frame of ``trace`` dispatched by ``policy`` over a simulated cluster: one row a request.
 
     ``trace``: a trace frame with arrival times, and ``predicted_tokens`` where the policy needs them. ``policy``: an
-    object with ``choose(request, cluster, rng)``, or text for ``policies.parse``; a run works on a copy. ``engine``, ``cost`` (a StepCost) and ``predictor_cost`` (what the Predictors believe; default: the truth) are
-    one for all ``instances``, or a sequence of one each; engine and cost default to the preset llama2-7b-a30.
+    object with ``choose(request, cluster, rng)``, or text for ``policies.parse``; a run works on a copy. ``engine``,
+    ``cost`` (a StepCost) and ``predictor_cost`` (what the Predictors believe; default: the truth) are one for all
+    ``instances``, or a sequence of one each; engine and cost default to the preset llama2-7b-a30.
     ``compiled``: True demands the policy's compiled twin, False forbids it, None takes it where there is one; the
     outcome is the same. ``leaps=False`` single-steps the engines, with the same outcome. ``progress`` is called with
     (requests dispatched, requests in all). Times are in s; ``decision_s`` is the modelled delay of the decision.

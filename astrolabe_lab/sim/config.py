@@ -51,7 +51,13 @@ class EngineConfig:
     def __post_init__(self):
         if self.scheduler not in SCHEDULERS:
             raise InputError(f"engine: scheduler={self.scheduler!r} is not one of {', '.join(SCHEDULERS)}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks", "max_model_len"):
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "block_size",
+            "num_gpu_blocks",
+            "max_model_len",
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**31:
                 raise InputError(f"engine: {name}={value!r} must be a whole number from 1 to {2**31 - 1}")
@@ -81,7 +87,9 @@ class EngineConfig:
                 f"least max_model_len={self.max_model_len} (vLLM's own rule): raise one or lower the other"
             )
         if self.usable_blocks < 1:
-            raise InputError(f"engine: num_gpu_blocks={self.num_gpu_blocks} leaves no usable block (one is vLLM's null block)")
+            raise InputError(
+                f"engine: num_gpu_blocks={self.num_gpu_blocks} leaves no usable block (one is vLLM's null block)"
+            )
 
     @property
     def usable_blocks(self) -> int:
@@ -155,4 +163,6 @@ def _typed(key: str, value):
     try:
         return float(value) if key == "watermark" else int(value)
     except ValueError:
-        raise InputError(f"engine: {key}={value} must be a {'number' if key == 'watermark' else 'whole number'}") from None
+        raise InputError(
+            f"engine: {key}={value} must be a {'number' if key == 'watermark' else 'whole number'}"
+        ) from None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from astrolabe_lab.sim import kernel
-from astrolabe_lab.sim.kernel import compiled
+from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.signals import read_signals
 from astrolabe_lab.sim.state import NONE
 
 
 @compiled
-def observe(engines, requests, running, batch, done, log, now_s, leaps, reachable, base, taken_s, sent, router, order, shown):
+def observe(state, now_s, leaps, reachable, base, taken_s, sent, router, order, shown):
     """Advance all engines to now_s, refresh the signals of the reachable ones, and show router's view of ``order``."""
+    engines, requests, running, batch, done, log = state
     for i in range(engines.size):
         kernel.advance(engines, requests, running, batch, done, log, i, now_s, NONE, leaps)
         if reachable[i]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from astrolabe_lab.sim.kernel import blocks_of, compiled
+from astrolabe_lab.sim.compiled import blocks_of, compiled
 from astrolabe_lab.sim.state import NONE
 
 SIGNALS = np.dtype(
@@ -20,7 +20,10 @@ SIGNALS = np.dtype(
         ("block_size", "i8"),
         ("waiting_blocks", "i8"),  # KV blocks that all waiting requests need for what they hold now
         ("first_waiting_blocks", "i8"),  # that the first of them needs
-        ("pending_tokens", "i8"),  # tokens left to compute of all unfinished requests, by their predicted lengths
+        (
+            "pending_tokens",
+            "i8",
+        ),  # tokens left to compute of all unfinished requests, by their predicted lengths
         ("in_flight", "i8"),  # the router's own ledger: requests dispatched and not ended, and their
         ("in_flight_tokens", "i8"),  # prompt and predicted tokens
     ],

@@ -111,11 +111,14 @@ LOG = np.dtype(
 
 
 class State(NamedTuple):
-    """Arrays of N engines and R requests. ``done[i, router]`` counts (requests, priced tokens) that ended at engine
-    i, which is what a router learns from its own streams. ``log`` records the steps of a state that holds one engine, where it has room; it is empty otherwise.
+    """Arrays of N engines and R requests.
+
+    ``done[i, router]`` counts (requests, priced tokens) that ended at engine i, which is what a router learns from its
+    own streams. ``log`` records the steps of a state that holds one engine, where it has room; else it is empty.
 
     The kernel takes these arrays one by one, as ``kernel.advance(*state, i, ...)``: loaded from a tuple, numba would
-    count references to each in every step."""
+    count references to each in every step.
+    """
 
     engines: np.ndarray  # (N,) ENGINE
     requests: np.ndarray  # (R,) REQUEST
@@ -125,7 +128,9 @@ class State(NamedTuple):
     log: np.ndarray  # (L,) LOG
 
 
-def new_state(configs: list[EngineConfig], costs: list[np.ndarray], n_requests: int, routers: int = 1, log_rows: int = 0) -> State:
+def new_state(
+    configs: list[EngineConfig], costs: list[np.ndarray], n_requests: int, routers: int = 1, log_rows: int = 0
+) -> State:
     """Idle engines and ``n_requests`` unborn requests; one configuration and one (2, 6) cost array an engine."""
     engines = np.zeros(len(configs), ENGINE)
     for engine, config, cost in zip(engines, configs, costs, strict=True):
@@ -148,7 +153,14 @@ def new_state(configs: list[EngineConfig], costs: list[np.ndarray], n_requests: 
 def configure(engine: np.void, config: EngineConfig, cost: np.ndarray) -> None:
     """Make ``engine`` (an ENGINE record) an idle engine of this configuration and (2, 6) step cost."""
     engine["scheduler"] = SCHEDULERS.index(config.scheduler)
-    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "usable_blocks", "watermark_blocks", "max_model_len"):
+    for name in (
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "block_size",
+        "usable_blocks",
+        "watermark_blocks",
+        "max_model_len",
+    ):
         engine[name] = getattr(config, name)
     engine["chunked"] = config.enable_chunked_prefill
     engine["depth"] = 2 if config.async_scheduling else 1

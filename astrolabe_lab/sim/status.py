@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.sim.kernel import blocks_of, compiled, step_seconds
+from astrolabe_lab.sim.compiled import blocks_of, compiled, step_seconds
 from astrolabe_lab.sim.state import NONE, RUNNING, WAITING
 
 VERSION = 1
@@ -77,7 +77,8 @@ class Status:
         started = float(self.header["step_started_s"][0])
         names = [n for n in ROW.names if n != "state"]
         requests = [
-            {"state": "running" if row["state"] == RUNNING else "waiting", **{n: int(row[n]) for n in names}} for row in self.rows
+            {"state": "running" if row["state"] == RUNNING else "waiting", **{n: int(row[n]) for n in names}}
+            for row in self.rows
         ]
         return json.dumps(
             {
@@ -108,12 +109,14 @@ class Status:
             header["n_rows"] = len(rows)
             for row, request in zip(rows, raw["requests"], strict=True):
                 for name in ROW.names:
-                    row[name] = {"running": RUNNING, "waiting": WAITING}[request[name]] if name == "state" else request[name]
+                    row[name] = (
+                        {"running": RUNNING, "waiting": WAITING}[request[name]] if name == "state" else request[name]
+                    )
             header["n_running"] = int((rows["state"] == RUNNING).sum())
         except KeyError as error:
             raise InputError(f"status: field or value {error} is missing or unknown") from None
         except (TypeError, ValueError, OverflowError) as error:
-            raise error if isinstance(error, InputError) else InputError(f"status: not a status: {error}") from None
+            raise (error if isinstance(error, InputError) else InputError(f"status: not a status: {error}")) from None
         if (rows["state"][: int(header["n_running"][0])] != RUNNING).any():
             raise InputError("status: running requests must come before waiting ones")
         for name in ROW.names[2:]:

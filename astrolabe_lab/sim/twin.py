@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from astrolabe_lab.policies import Astrolabe, LeastLoaded, LlumnixMinus, Random, RoundRobin, draw, scores
-from astrolabe_lab.predictor import ADDED_DELAY, E2E, METRICS, PENDING, TPOT, TTFT, predict
+from astrolabe_lab.predictor import ADDED_DELAY, METRICS, PENDING, TPOT, TTFT, predict
 from astrolabe_lab.sim import kernel
-from astrolabe_lab.sim.kernel import compiled
+from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.signals import SIGNALS, read_all
 from astrolabe_lab.sim.state import NONE
 from astrolabe_lab.sim.status import write_status
@@ -47,24 +47,24 @@ def noisy(value, common, candidate):
 
 
 @compiled
-def ask(engines, requests, running, batch, i, t, r, metric, templates, scratch0, scratch1, scratch2, scratch3, scratch4, scratch5, header, rows, pending, extension, out):
+def ask(engines, requests, running, batch, i, t, r, metric, ask_with, pending, out):
     """Predict request r at instance i, ready at t; out as ``predictor.predict``'s. False: it does not fit."""
+    scratch, templates, header, rows, extension = ask_with
     write_status(engines, requests, running, batch, i, t, header, rows)
     pending[0].ready_s = t
     pending[0].prompt = requests[r].prompt
     pending[0].predicted = requests[r].predicted
-    return predict(
-        scratch0, scratch1, scratch2, scratch3, scratch4, scratch5, templates[i : i + 1], header, rows, pending, metric, extension, out
-    )
+    return predict(scratch, templates[i : i + 1], header, rows, pending, metric, extension, out)
 
 
 @compiled
 def run(
-    engines, requests, running, batch, done, log,
-    arrived, first, last, kind, k, metric, extra, rng, noise_rng, common, candidate, extension, leaps,
-    templates, scratch0, scratch1, scratch2, scratch3, scratch4, scratch5, header, rows, predicted_e2e,
+    state, arrived, first, last, kind, k, metric, extra, rng, noise_rng, common, candidate, ask_with, leaps,
+    predicted_e2e,
 ):  # fmt: skip
-    """Dispatch requests first..last-1 in order of arrival; returns the round-robin counter."""
+    """Dispatch requests first..last-1 in order of arrival; returns the round-robin counter. ``ask_with``: scratch
+    state, templates, status header and rows, extension rule."""
+    engines, requests, running, batch, done, log = state
     n = engines.size
     signals = np.zeros(n, SIGNALS)
     pending = np.zeros(1, PENDING)
@@ -82,7 +82,7 @@ def run(
             for j in range(asked):
                 i = drawn[j]
                 kernel.advance(engines, requests, running, batch, done, log, i, t, NONE, leaps)
-                fits = ask(engines, requests, running, batch, i, t, r, metric, templates, scratch0, scratch1, scratch2, scratch3, scratch4, scratch5, header, rows, pending, extension, out)
+                fits = ask(engines, requests, running, batch, i, t, r, metric, ask_with, pending, out)
                 own = candidate * noise_rng.standard_normal() if candidate > 0.0 else 0.0
                 values[j] = np.inf
                 e2e[j] = np.nan

@@ -1,0 +1,66 @@
+"""How this package compiles, and the arithmetic that its compiled parts share.
+
+numba caches machine code on disk a function at a time and looks only at the file that holds the function: a change in
+a function that it calls from another file would go unnoticed. So the cache's folder is named after the contents of all
+files with compiled code. It lies beside them, or in the user's cache where they cannot be written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import numba
+
+V1, V0_CHUNKED, V0_PREFILL_FIRST = 0, 1, 2
+
+
+def _cache_folder() -> str:
+    package = Path(__file__).parent.parent
+    digest = hashlib.sha256()
+    for path in sorted([*package.glob("sim/*.py"), *package.glob("policies/*.py"), package / "predictor.py"]):
+        digest.update(path.name.encode())
+        digest.update(path.read_bytes())
+    name = f"kernels-{digest.hexdigest()[:16]}"
+    beside = Path(__file__).parent / "__pycache__"
+    if numba.config.CACHE_DIR:
+        return str(Path(numba.config.CACHE_DIR) / name)
+    try:
+        beside.mkdir(exist_ok=True)
+        if os.access(beside, os.W_OK):
+            return str(beside / name)
+    except OSError:
+        pass
+    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "astrolabe_lab" / name)
+
+
+_FOLDER = _cache_folder()
+
+
+def compiled(function):
+    """``function`` compiled by numba without Python objects, cached on disk."""
+    others = numba.config.CACHE_DIR
+    numba.config.CACHE_DIR = _FOLDER  # read by njit when it sets up the function's cache, and only then
+    try:
+        return numba.njit(cache=True, error_model="numpy", nogil=True)(function)
+    finally:
+        numba.config.CACHE_DIR = others
+
+
+@compiled
+def blocks_of(tokens, block_size):
+    return (tokens + block_size - 1) // block_size
+
+
+@compiled
+def step_seconds(cost, regime, new_tokens, sequences, context_tokens, attention):
+    """Step time in s; the order of the additions is part of the contract (oracles reproduce it bit for bit)."""
+    return (
+        cost[regime, 0]
+        + cost[regime, 1]
+        + cost[regime, 2] * new_tokens
+        + cost[regime, 3] * sequences
+        + cost[regime, 4] * context_tokens
+        + cost[regime, 5] * attention
+    )

@@ -1,0 +1,133 @@
+"""The queues of an engine: inbox -> waiting -> running, and back to the head of waiting by preemption."""
+
+from __future__ import annotations
+
+from astrolabe_lab.sim.compiled import V1, blocks_of, compiled
+from astrolabe_lab.sim.state import INBOX, NONE, REJECTED, WAITING
+
+
+@compiled
+def deliver(engines, requests, running, batch, done, log, i, r, ready_s):
+    """Hand request r to engine i, whose scheduler sees it from ready_s on. False: it can never run, rejected."""
+    e = engines[i]
+    q = requests[r]
+    q.instance = i
+    q.ready_s = ready_s
+    room = e.usable_blocks
+    if e.scheduler != V1:
+        room -= e.watermark_blocks
+    if q.prompt + q.output > e.max_model_len or blocks_of(q.prompt + q.output - 1, e.block_size) > room:
+        q.state = REJECTED
+        q.finished_s = ready_s
+        done[i, q.router, 0] += 1
+        done[i, q.router, 1] += q.prompt + q.predicted
+        return False
+    q.state = INBOX
+    after = e.inbox_tail
+    while after != NONE and requests[after].ready_s > ready_s:
+        after = requests[after].previous
+    q.previous = after
+    if after == NONE:
+        q.next = e.inbox_head
+        e.inbox_head = r
+    else:
+        q.next = requests[after].next
+        requests[after].next = r
+    if q.next == NONE:
+        e.inbox_tail = r
+    else:
+        requests[q.next].previous = r
+    return True
+
+
+@compiled
+def take_inbox(engines, requests, running, batch, done, log, i):
+    """Move what has arrived by now to the waiting queue's tail."""
+    e = engines[i]
+    while e.inbox_head != NONE:
+        r = e.inbox_head
+        q = requests[r]
+        if q.ready_s > e.now_s:
+            return
+        e.inbox_head = q.next
+        if q.next == NONE:
+            e.inbox_tail = NONE
+        else:
+            requests[q.next].previous = NONE
+        q.previous = e.waiting_tail
+        q.next = NONE
+        if e.waiting_tail == NONE:
+            e.waiting_head = r
+        else:
+            requests[e.waiting_tail].next = r
+        e.waiting_tail = r
+        q.state = WAITING
+        e.n_waiting += 1
+        e.waiting_blocks += blocks_of(q.prompt + q.generated, e.block_size)
+
+
+@compiled
+def leave_waiting(engines, requests, running, batch, done, log, i, r):
+    e = engines[i]
+    q = requests[r]
+    if q.previous == NONE:
+        e.waiting_head = q.next
+    else:
+        requests[q.previous].next = q.next
+    if q.next == NONE:
+        e.waiting_tail = q.previous
+    else:
+        requests[q.next].previous = q.previous
+    q.previous = NONE
+    q.next = NONE
+    e.n_waiting -= 1
+    e.waiting_blocks -= blocks_of(q.prompt + q.generated, e.block_size)
+
+
+@compiled
+def preempt_last(engines, requests, running, batch, done, log, i, victims):
+    """Take the last running request's blocks and put it before the other victims; returns it, the new first."""
+    e = engines[i]
+    e.n_running -= 1
+    r = running[i, e.n_running]
+    q = requests[r]
+    e.free_blocks += q.blocks
+    q.blocks = 0
+    q.lost = q.computed - q.in_flight
+    q.computed = 0
+    q.placeholders = 0
+    q.stale = q.in_flight
+    q.preemptions += 1
+    q.state = WAITING
+    q.previous = NONE
+    q.next = victims
+    if victims != NONE:
+        requests[victims].previous = r
+    e.preemptions += 1
+    e.n_waiting += 1
+    e.waiting_blocks += blocks_of(q.prompt + q.generated, e.block_size)
+    if log.size > 0:
+        at = engines[i].log_rows
+        engines[i].log_rows += 1
+        if at < log.size:  # a preemption is a row with 0 tokens, of the step being planned
+            log[at].step = e.steps
+            log[at].request = r
+            log[at].tokens = 0
+    return r
+
+
+@compiled
+def requeue(engines, requests, running, batch, done, log, i, victims):
+    """Put the chain of victims at the head of the waiting queue."""
+    e = engines[i]
+    if victims == NONE:
+        return
+    last = victims
+    while requests[last].next != NONE:
+        last = requests[last].next
+    requests[last].next = e.waiting_head
+    if e.waiting_head == NONE:
+        e.waiting_tail = last
+    else:
+        requests[e.waiting_head].previous = last
+    e.waiting_head = victims
