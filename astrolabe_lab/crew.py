@@ -54,17 +54,20 @@ def _spread(payload: bytes, names: list[str], workers: int) -> Iterator[tuple[in
     def give(pipe, process) -> None:
         if (index := next(todo, None)) is not None:
             busy[pipe] = index, process
-            with contextlib.suppress(OSError):  # dead already: the read that follows says so
+            with contextlib.suppress(OSError):
                 pipe.send(index)
 
     try:
         for _ in range(workers):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, payload), daemon=True)
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             theirs.close()  # or the end of the worker would not end the pipe
-            crew.append(process)
-            give(ours, process)
+            crew.append((ours, process))
+        for pipe, process in crew:
+            with contextlib.suppress(OSError):  # dead already: the read that follows says so
+                pipe.send_bytes(payload)  # as an argument it would block `start` for ever if the worker dies early
+            give(pipe, process)
         while busy:
             for pipe in connection.wait(busy):
                 index, process = busy.pop(pipe)
@@ -79,18 +82,17 @@ def _spread(payload: bytes, names: list[str], workers: int) -> Iterator[tuple[in
                 yield index, result
                 give(pipe, process)
     finally:
-        for process in crew:
+        for _, process in crew:
             process.terminate()
-        for process in crew:
+        for _, process in crew:
             process.join(5)
 
 
-def _work(pipe, payload: bytes) -> None:
-    """A worker: runs the items whose numbers come in and sends back (result, None) or (None, error)."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole group; the parent ends its workers
-    job, items = pickle.loads(payload)
+def _work(pipe) -> None:
+    """A worker: gets the job and its items, then runs those whose numbers come in and sends back
+    (result, None) or (None, error)."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    job, items = pickle.loads(pipe.recv_bytes())
     while True:
         try:
             index = pipe.recv()

@@ -44,9 +44,7 @@ def test_a_job_that_fails_is_named(workers):
 
 
 def test_a_job_that_kills_its_process_is_named_and_how_it_died():
-    with pytest.raises(
-        crew.CrewError, match="^killed: its process was killed by SIGKILL; often it is memory"
-    ):
+    with pytest.raises(crew.CrewError, match="^killed: its process was killed by SIGKILL; often it is memory"):
         list(crew.each(work, ["a", "killed", "b"], 2))
     with pytest.raises(crew.CrewError, match=r"^gone: its process ended early \(exit code 3\)"):
         list(crew.each(work, ["gone", "a", "b"], 2))
@@ -69,6 +67,19 @@ def test_a_function_of_a_notebook_reaches_another_process():
 def test_what_cannot_be_sent_is_refused_with_a_way_out():
     with pytest.raises(InputError, match=r"cannot be sent to another process .*; use workers=1"):
         list(crew.each(partial(work, threading.Lock()), ["a", "b"], 2))
+
+
+def test_a_script_without_a_main_guard_is_told_so_and_does_not_hang(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from functools import partial\nfrom astrolabe_lab import crew\n"
+        "big = bytes(10_000_000)  # more than a pipe holds\n"
+        "list(crew.each(partial(pow, 2), [1, big], 2))\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "CrewError: 1: its process ended early (exit code 1)" in done.stderr
+    assert "under `if __name__ == '__main__':`" in done.stderr
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals of a process group are POSIX")
