@@ -65,9 +65,6 @@ def advance(engines, requests, running, batch, done, log, i, until_s, target, le
                     if leap(engines, requests, running, i, until_s, arrival_s) > 0:
                         continue
                 if e.free_blocks > e.n_running:
-                    if log.size > 0:  # the log counts who waits: let them in, as a regular step would
-                        e.now_s = end_s
-                        take_inbox(engines, requests, running, batch, done, log, i)
                     steady_step(engines, requests, running, i)
                     if log.size > 0:
                         e.now_s = end_s
