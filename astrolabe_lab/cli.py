@@ -155,11 +155,25 @@ def _report(args):
 
 
 def _policies(args):
-    from astrolabe_lab import policies
+    import textwrap
+    from dataclasses import fields
 
-    lines = {name: (policies.parse(name).__doc__ or "").strip().partition("\n")[0] for name in policies.NAMES}
-    width = max(map(len, lines))
-    return {"policies": lines}, "\n".join(f"{name:{width}}  {line}" for name, line in lines.items())
+    from astrolabe_lab.policies import NAMES
+
+    found = {
+        name: {
+            "about": " ".join(kind.__doc__.strip().partition("\n\n")[0].split()),
+            "options": {option.name: option.default for option in fields(kind) if option.repr},
+            "needs_lengths": getattr(kind, "needs_lengths", False),
+        }
+        for name, kind in NAMES.items()
+    }
+    lines = []
+    for name, policy in found.items():
+        options = ",".join(f"{key}={value}" for key, value in policy["options"].items())
+        lines.append(f"{name}:{options}" if options else name)
+        lines += textwrap.wrap(policy["about"], 100, initial_indent="    ", subsequent_indent="    ")
+    return {"policies": found}, "\n".join(lines)
 
 
 # --- output -----------------------------------------------------------------------------------------------

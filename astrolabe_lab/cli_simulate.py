@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import math
 import sys
+import threading
 import time
 
 from astrolabe_lab.errors import InputError
@@ -71,24 +72,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     knows = parser.add_argument_group("what the router knows, and when").add_argument
     knows(
-        "--status-interval-s",
-        type=_number(),
-        default=0.0,
-        metavar="S",
-        help="refresh of status (0: on request)",
+        "--delays",
+        choices=("none", "paper"),
+        default="none",
+        help="paper: the Astrolabe paper's measured delays, for those not given here",
     )
-    knows("--tag-s", type=_number(), default=0.0, metavar="S", help="time to predict a length")
+    knows("--status-interval-s", type=_number(), metavar="S", help="refresh of status (0: at each decision)")
+    knows("--tag-s", type=_number(), metavar="S", help="time to predict a length")
     knows(
         "--predict-s",
         type=_span,
-        default=0.0,
         metavar="S|LOW,HIGH",
         help="time of one latency prediction; a range is drawn from uniformly",
     )
-    knows("--dispatch-s", type=_number(), default=0.0, metavar="S", help="time from decision to engine")
-    knows(
-        "--routers", type=_whole(1), default=1, metavar="N", help="routers, blind to each other's dispatches"
-    )
+    knows("--dispatch-s", type=_number(), metavar="S", help="time from decision to engine")
+    knows("--routers", type=_whole(1), metavar="N", help="routers, blind to each other's dispatches")
     knows(
         "--latency-noise",
         type=_noise,
@@ -105,35 +103,31 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     """Replay the trace, write the result, return the record and the table. Raises InputError."""
     from astrolabe_lab import length, policies, result
     from astrolabe_lab.measure import summarise
-    from astrolabe_lab.sim.cluster import ControlPlane, LatencyNoise
+    from astrolabe_lab.sim.cluster import LatencyNoise
     from astrolabe_lab.sim.cluster import simulate as replay
 
     out = result.check_output(args.out)
     policy = policies.parse(args.policy)
     engine, cost, preset = _engine_and_cost(args)
-    control = ControlPlane(
-        status_interval_s=args.status_interval_s,
-        tag_s=args.tag_s,
-        predict_s=args.predict_s,
-        dispatch_s=args.dispatch_s,
-        routers=args.routers,
-    )
+    control = _control(args)
     noise = LatencyNoise(**args.latency_noise)
     requests = _arrivals(args)
     if args.lengths:
         requests = length.attach(requests, args.lengths, seed=args.seed)
 
     began = time.perf_counter()
-    frame = replay(
-        requests,
-        policy,
-        instances=args.instances,
-        engine=engine,
-        cost=cost,
-        control=control,
-        seed=args.seed,
-        latency_noise=noise,
-    )
+    with _Progress() as progress:
+        frame = replay(
+            requests,
+            policy,
+            instances=args.instances,
+            engine=engine,
+            cost=cost,
+            control=control,
+            seed=args.seed,
+            latency_noise=noise,
+            progress=progress,
+        )
     wall_s = time.perf_counter() - began
 
     asked = {
@@ -147,7 +141,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
         "latency_noise": dataclasses.asdict(noise),
     }
     result.save(frame, out, **settings)
-    summary = summarise(frame, by=()).iloc[0].to_dict()
+    summary = summarise(frame, by=()).to_dict("records")[0]
     record = {
         "out": str(out),
         "rows": len(frame),
@@ -158,9 +152,40 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     return record | settings, _table(args, summary, wall_s, out)
 
 
+class _Progress:
+    """Says on stderr, at most every two seconds, how far the replay is, or that the engine is being compiled."""
+
+    def __enter__(self):
+        self.said = time.monotonic()
+        self.compiling = threading.Timer(
+            3.0, _log, ["still compiling the engine; it is kept on disk, the next start takes a second"]
+        )
+        self.compiling.daemon = True
+        self.compiling.start()
+        return self
+
+    def __exit__(self, *error):
+        self.compiling.cancel()
+
+    def __call__(self, done, total):
+        self.compiling.cancel()
+        if time.monotonic() - self.said >= 2.0:
+            self.said = time.monotonic()
+            _log(f"{done:,} of {total:,} requests dispatched")
+
+
+def _control(args):
+    from astrolabe_lab.sim.world import ControlPlane
+
+    base = ControlPlane.paper() if args.delays == "paper" else ControlPlane()
+    names = (field.name for field in dataclasses.fields(ControlPlane))
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return dataclasses.replace(base, **given)
+
+
 def _engine_and_cost(args):
     from astrolabe_lab.cost import StepCost, preset
-    from astrolabe_lab.sim.engine import EngineConfig
+    from astrolabe_lab.sim.config import EngineConfig
 
     name = args.preset
     if name is None and args.cost is None:
