@@ -50,9 +50,9 @@ class Signals:
 
 
 @compiled
-def read_signals(engines, requests, running, batch, i, now_s, x):
-    """Fill the record x with engine i's signals at now_s (up to which it has been advanced): nothing in it shows the
-    outcome of a step that has not ended. The router's own ledger is left alone."""
+def read_counts(engines, requests, i, now_s, x):
+    """Fill the record x with engine i's signals at now_s (up to which it has been advanced), but for pending tokens:
+    nothing in it shows the outcome of a step that has not ended. The router's own ledger is left alone."""
     e = engines[i]
     x.instance = i
     x.age_s = 0.0
@@ -63,30 +63,34 @@ def read_signals(engines, requests, running, batch, i, now_s, x):
     x.block_size = e.block_size
     x.waiting_blocks = e.waiting_blocks
     x.first_waiting_blocks = 0
+    r = e.waiting_head
+    if r != NONE:
+        x.first_waiting_blocks = blocks_of(requests[r].prompt + requests[r].generated, e.block_size)
+    r = e.inbox_head
+    while r != NONE and requests[r].ready_s <= now_s:
+        blocks = blocks_of(requests[r].prompt + requests[r].generated, e.block_size)
+        if x.waiting == 0:
+            x.first_waiting_blocks = blocks
+        x.waiting += 1
+        x.waiting_blocks += blocks
+        r = requests[r].next
+
+
+@compiled
+def read_signals(engines, requests, running, batch, i, now_s, x):
+    """Fill the record x with all of engine i's signals at now_s, pending tokens included."""
+    read_counts(engines, requests, i, now_s, x)
+    e = engines[i]
     pending = 0
     for k in range(e.n_running):
         q = requests[running[i, k]]
         pending += max(0, q.prompt + q.predicted - (q.computed - q.in_flight))
     r = e.waiting_head
-    if r != NONE:
-        x.first_waiting_blocks = blocks_of(requests[r].prompt + requests[r].generated, e.block_size)
     while r != NONE:
         pending += requests[r].prompt + requests[r].predicted
         r = requests[r].next
     r = e.inbox_head
     while r != NONE and requests[r].ready_s <= now_s:
-        q = requests[r]
-        blocks = blocks_of(q.prompt + q.generated, e.block_size)
-        if x.waiting == 0:
-            x.first_waiting_blocks = blocks
-        x.waiting += 1
-        x.waiting_blocks += blocks
-        pending += q.prompt + q.predicted
-        r = q.next
+        pending += requests[r].prompt + requests[r].predicted
+        r = requests[r].next
     x.pending_tokens = pending
-
-
-@compiled
-def read_all(engines, requests, running, batch, now_s, signals):
-    for i in range(engines.size):
-        read_signals(engines, requests, running, batch, i, now_s, signals[i])

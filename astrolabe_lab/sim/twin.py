@@ -12,7 +12,7 @@ from astrolabe_lab.policies import Astrolabe, LeastLoaded, LlumnixMinus, Random,
 from astrolabe_lab.predictor import ADDED_DELAY, METRICS, PENDING, TPOT, TTFT, predict
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.compiled import compiled
-from astrolabe_lab.sim.signals import SIGNALS, read_all
+from astrolabe_lab.sim.signals import SIGNALS, read_counts
 from astrolabe_lab.sim.state import NONE
 from astrolabe_lab.sim.status import write_status
 
@@ -112,7 +112,7 @@ def run(
         else:
             for i in range(n):
                 kernel.advance(engines, requests, running, batch, done, log, i, t, NONE, leaps)
-            read_all(engines, requests, running, batch, t, signals)
+                read_counts(engines, requests, i, t, signals[i])
             if kind == LEAST_LOADED:
                 chosen = _argmin(_requests(signals), rng)
             elif kind == LLUMNIX_MINUS_A:
