@@ -150,6 +150,22 @@ def paired_difference(summary: pd.DataFrame, metric: str, baseline: str, level: 
     return pd.DataFrame(rows, columns=["policy", "qps", "mean", "low", "high", "seeds", "clear"])
 
 
+def best_and_undecided(summary: pd.DataFrame, metric: str, level: float = 0.95) -> pd.DataFrame:
+    """At each qps the policy of the lowest mean `metric`, and those that the seeds cannot tell from it.
+
+    Columns: `qps, best, mean, undecided` (a list of policies, empty where the best is clear of all others).
+    With one seed nothing can be told apart, so all others are undecided.
+    """
+    means = over_seeds(summary, metric, level=level)
+    rows = []
+    for qps, points in means.groupby("qps"):
+        best = points.loc[points["mean"].idxmin()]
+        at_qps = summary[summary["qps"] == qps]
+        others = paired_difference(at_qps, metric, best["policy"], level)
+        rows.append((qps, best["policy"], best["mean"], list(others.loc[~others["clear"], "policy"])))
+    return pd.DataFrame(rows, columns=["qps", "best", "mean", "undecided"])
+
+
 # --- what happened inside: frames for the figures ---------------------------------------------------------
 
 
@@ -173,9 +189,7 @@ def queue_lengths(results: pd.DataFrame, moments: int = 200) -> pd.DataFrame:
     for key, rows in held.groupby(keys, sort=False):
         arrived, finished = np.sort(rows["arrived_s"]), np.sort(rows["finished_s"])
         first = np.sort(rows["first_token_s"].fillna(rows["finished_s"]))
-        came, began, left = (
-            np.searchsorted(edge, times, side="right") for edge in (arrived, first, finished)
-        )
+        came, began, left = (np.searchsorted(edge, times, side="right") for edge in (arrived, first, finished))
         labels = dict(zip(keys, key, strict=True))
         parts.append(pd.DataFrame(labels | {"t_s": times, "waiting": came - began, "decoding": began - left}))
     return pd.concat(parts, ignore_index=True)

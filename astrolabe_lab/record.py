@@ -39,12 +39,18 @@ def output_dir(name: str) -> Path:
     return folder
 
 
-def save_run(out_dir: Path, parameters: Mapping[str, object], **frames: "pd.DataFrame") -> Path:
+def save_run(
+    out_dir: Path,
+    parameters: Mapping[str, object],
+    *,
+    guesses: Mapping[str, object] | None = None,
+    **frames: "pd.DataFrame",
+) -> Path:
     """Write each frame as `NAME.parquet`, then `run.json`; returns the path of the latter.
 
-    `run.json` holds the parameters, seed, versions, commit, hardware and the files written. Within
-    `astrolabe run` it adds to what that command has noted. Every file appears whole or not at all. Raises
-    InputError for parameters that are not JSON.
+    `run.json` holds the parameters, the reader's guesses, seed, versions, commit, hardware and the files
+    written. Within `astrolabe run` it adds to what that command has noted. Every file appears whole or not
+    at all. Raises InputError for parameters that are not JSON.
     """
     out_dir = Path(out_dir)
     for name, frame in frames.items():
@@ -54,7 +60,8 @@ def save_run(out_dir: Path, parameters: Mapping[str, object], **frames: "pd.Data
         plain.to_parquet(partial, index=False)
         os.replace(partial, out_dir / f"{name}.parquet")
     files = {f"{name}.parquet": len(frame) for name, frame in frames.items()}
-    return note(out_dir, parameters=dict(parameters), seed=seed(parameters), rows=files)
+    guessed = {"guesses": dict(guesses)} if guesses else {}
+    return note(out_dir, parameters=dict(parameters), seed=seed(parameters), rows=files, **guessed)
 
 
 def note(out_dir: Path, *, new: bool = False, **entries: object) -> Path:

@@ -6,6 +6,7 @@ import pytest
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.measure import (
+    best_and_undecided,
     over_seeds,
     paired_difference,
     queue_lengths,
@@ -19,9 +20,7 @@ from astrolabe_lab.measure import (
 
 def results(*rows):
     """A result frame from (arrived, first token, finished, tokens, status) per request."""
-    frame = pd.DataFrame(
-        rows, columns=["arrived_s", "first_token_s", "finished_s", "generated_tokens", "status"]
-    )
+    frame = pd.DataFrame(rows, columns=["arrived_s", "first_token_s", "finished_s", "generated_tokens", "status"])
     return frame.assign(instance=0, preemptions=0, policy="p", seed=0)
 
 
@@ -56,9 +55,7 @@ def test_only_ok_requests_count_in_latency_but_every_status_is_counted():
 
 
 def test_runs_stay_apart_and_keep_their_order():
-    frame = pd.concat(
-        [results((0.0, 1.0, 2.0, 2, "ok")).assign(policy=p, qps=q) for p in ("z", "a") for q in (2, 1)]
-    )
+    frame = pd.concat([results((0.0, 1.0, 2.0, 2, "ok")).assign(policy=p, qps=q) for p in ("z", "a") for q in (2, 1)])
     summary = summarise(frame)
     assert list(zip(summary.policy, summary.qps, strict=True)) == [("z", 2), ("z", 1), ("a", 2), ("a", 1)]
     assert list(summarise(frame, by=["policy"]).n) == [2, 2]
@@ -144,6 +141,15 @@ def test_no_difference_is_never_clear():
     assert not paired.clear.any()
 
 
+def test_the_best_is_named_with_those_that_the_seeds_cannot_tell_from_it():
+    assert best_and_undecided(grid(spread=10.0), "x")[["best", "undecided"]].to_numpy().tolist() == [["a", []]] * 2
+    noisy = grid(spread=0.0, gap=0.1)
+    noisy.loc[(noisy.policy == "b") & (noisy.seed == 0), "x"] -= 0.2
+    assert best_and_undecided(noisy, "x").undecided.tolist() == [["b"], ["b"]]
+    one_seed = grid(spread=0.0, gap=5.0).query("seed == 0")
+    assert best_and_undecided(one_seed, "x").undecided.tolist() == [["b"], ["b"]]
+
+
 def test_unpaired_runs_and_unknown_baselines_are_refused():
     with pytest.raises(InputError, match="baseline='c' is not among the policies: a, b"):
         paired_difference(grid(1.0), "x", baseline="c")
@@ -152,9 +158,7 @@ def test_unpaired_runs_and_unknown_baselines_are_refused():
 
 
 def test_queues_are_the_requests_between_arrival_first_token_and_finish():
-    frame = results(
-        (0.0, 4.0, 8.0, 5, "ok"), (2.0, 6.0, 8.0, 3, "ok"), (1.0, math.nan, math.nan, 0, "rejected")
-    )
+    frame = results((0.0, 4.0, 8.0, 5, "ok"), (2.0, 6.0, 8.0, 3, "ok"), (1.0, math.nan, math.nan, 0, "rejected"))
     film = queue_lengths(frame, moments=9)  # 0, 1, .. 8 s
     assert film["t_s"].tolist() == list(range(9))
     assert film["waiting"].tolist() == [1, 1, 2, 2, 1, 1, 0, 0, 0]
