@@ -29,7 +29,7 @@ class Astrolabe:
     ``k``: how many are asked, or 0 for all of them (full fan-out). ``metric``: e2e_s, ttft_s, tpot_s, added_delay_s,
     or a callable of a ``Predictions`` (arrays ttft_s, e2e_s, tpot_s of the asked instances, inf where the request
     does not fit) that returns one value an instance, lower is better. Instances that do not fit are dropped; when
-    none is left the choice is uniform over all.
+    none is left the choice is uniform over all. Where fewer than k are healthy, these are asked.
     """
 
     k: int = 2
@@ -46,10 +46,7 @@ class Astrolabe:
 
     def choose(self, request, cluster, rng):
         n = len(cluster)
-        k = self.k or n
-        if k > n:
-            raise InputError(f"policy astrolabe: k={k} is outside 1..{n} (the cluster has {n} healthy instances)")
-        drawn = sample_k(n, k, rng)
+        drawn = sample_k(n, min(self.k or n, n), rng)
         predicted = cluster.predict(request, self.metric, drawn)
         if not np.isfinite(predicted).any():
             return uniform(n, rng)

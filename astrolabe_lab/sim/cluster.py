@@ -139,6 +139,10 @@ class _Run:
                 f"policy {policies.spec(policy)} needs predicted lengths and the trace has no predicted_tokens: "
                 f"{ATTACH}"
             )
+        if isinstance(policy, policies.Astrolabe) and policy.k > n:
+            raise InputError(
+                f"policy {policies.spec(policy)}: k={policy.k} is outside 1..{n} (the cluster has {n} instances)"
+            )
         self.trace = trace
         self.policy = policy
         self.name = policies.spec(policy)
@@ -202,11 +206,6 @@ class _Run:
 
     def compiled(self, progress):
         kind, k, metric, extra = twin.twin_of(self.policy)
-        if k > len(self.configs):
-            raise InputError(
-                f"policy {self.name}: k={k} is outside 1..{len(self.configs)} (the cluster has {len(self.configs)} "
-                "healthy instances)"
-            )
         total = len(self.arrived)
         rows = np.zeros(total + 1 if kind == twin.ASTROLABE else 1, ROW)
         if kind == twin.ASTROLABE:
@@ -390,7 +389,11 @@ class _Run:
                     self.asked[i] = float(answers[1, column])
         self.wait_s += slowest_s  # calls after one another add up
         if callable(metric):
-            values = np.asarray(metric(view.Predictions(answers[0], answers[1], answers[2])), dtype=np.float64)
+            found = metric(view.Predictions(answers[0], answers[1], answers[2]))
+            try:
+                values = np.asarray(found, dtype=np.float64)
+            except (TypeError, ValueError):
+                raise InputError(f"policy {self.name}: the metric returned {found!r}, not numbers") from None
             if values.shape != (len(instances),):
                 raise InputError(
                     f"policy {self.name}: the metric returned shape {values.shape} for {len(instances)} instances"
