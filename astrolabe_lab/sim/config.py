@@ -86,10 +86,10 @@ class EngineConfig:
                 f"engine: without chunked prefill max_num_batched_tokens={self.max_num_batched_tokens} must be at "
                 f"least max_model_len={self.max_model_len} (vLLM's own rule): raise one or lower the other"
             )
-        if self.usable_blocks < 1:
-            raise InputError(
-                f"engine: num_gpu_blocks={self.num_gpu_blocks} leaves no usable block (one is vLLM's null block)"
-            )
+        if self.request_blocks < 1:
+            kept = self.num_gpu_blocks - self.request_blocks
+            why = "one is vLLM's null block" if self.scheduler == "v1" else f"V0 keeps {kept} free"
+            raise InputError(f"engine: num_gpu_blocks={self.num_gpu_blocks} leaves no usable block ({why})")
 
     @property
     def usable_blocks(self) -> int:
@@ -100,16 +100,24 @@ class EngineConfig:
     def watermark_blocks(self) -> int:
         return int(self.watermark * self.num_gpu_blocks)
 
+    @property
+    def request_blocks(self) -> int:
+        """KV blocks that one request can hold.
+
+        Under V0 the watermark must stay free: a request without that room could not be admitted again after a
+        preemption. So must one block in any case, for which every decode asks: a request that holds all others would
+        preempt itself for ever.
+        """
+        return self.usable_blocks - (0 if self.scheduler == "v1" else max(self.watermark_blocks, 1))
+
     def rejects(self, prompt_tokens, output_tokens):
         """True where a request (int or array, tokens) can never run on this engine: it is rejected at arrival.
 
-        Too long for ``max_model_len``, or in need of more blocks than exist. The last generated token is never
-        computed, hence the ``- 1``. Under V0 the watermark must stay free as well: a request without that room could
-        not be admitted again after a preemption.
+        Too long for ``max_model_len``, or in need of more than ``request_blocks``. The last generated token is never
+        computed, hence the ``- 1``.
         """
         blocks = (prompt_tokens + output_tokens - 1 + self.block_size - 1) // self.block_size
-        room = self.usable_blocks - (0 if self.scheduler == "v1" else self.watermark_blocks)
-        return (prompt_tokens + output_tokens > self.max_model_len) | (blocks > room)
+        return (prompt_tokens + output_tokens > self.max_model_len) | (blocks > self.request_blocks)
 
     @classmethod
     def parse(cls, text: str, base: EngineConfig | None = None) -> EngineConfig:

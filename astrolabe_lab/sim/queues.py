@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from astrolabe_lab.sim.compiled import V1, blocks_of, compiled
+from astrolabe_lab.sim.compiled import blocks_of, compiled
 from astrolabe_lab.sim.state import INBOX, NONE, REJECTED, WAITING
 
 
@@ -13,10 +13,7 @@ def deliver(engines, requests, running, batch, done, log, i, r, ready_s):
     q = requests[r]
     q.instance = i
     q.ready_s = ready_s
-    room = e.usable_blocks
-    if e.scheduler != V1:
-        room -= e.watermark_blocks
-    if q.prompt + q.output > e.max_model_len or blocks_of(q.prompt + q.output - 1, e.block_size) > room:
+    if q.prompt + q.output > e.max_model_len or blocks_of(q.prompt + q.output - 1, e.block_size) > e.request_blocks:
         q.state = REJECTED
         q.finished_s = ready_s
         done[i, q.router, 0] += 1

@@ -60,6 +60,7 @@ ENGINE = np.dtype(
         ("block_size", "i8"),
         ("usable_blocks", "i8"),
         ("watermark_blocks", "i8"),
+        ("request_blocks", "i8"),  # that one request can hold
         ("max_model_len", "i8"),
         ("chunked", "i8"),
         ("depth", "i8"),  # batches in flight at most: 1, or 2 with asynchronous scheduling
@@ -159,6 +160,7 @@ def configure(engine: np.void, config: EngineConfig, cost: np.ndarray) -> None:
         "block_size",
         "usable_blocks",
         "watermark_blocks",
+        "request_blocks",
         "max_model_len",
     ):
         engine[name] = getattr(config, name)

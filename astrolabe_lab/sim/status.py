@@ -197,10 +197,8 @@ def assumed_output(e, prompt, generated, predicted, extension):
     """Output length assumed of a request: its prediction; once that is passed, ``extension`` more tokens than it has;
     never more than the engine lets it have."""
     output = predicted if generated < predicted else generated + extension
-    room = e.usable_blocks
-    if e.scheduler != 0:
-        room -= e.watermark_blocks
-    return max(min(output, e.max_model_len - prompt, room * e.block_size + 1 - prompt), generated + 1)
+    room = min(e.max_model_len, e.request_blocks * e.block_size + 1) - prompt
+    return max(min(output, room), generated + 1)
 
 
 @compiled
