@@ -63,7 +63,7 @@ class Row:
         if not self.reach or not np.isfinite(self.best):
             return None
         sign, figure = self.reach.split()
-        return self.best >= float(figure) if sign == ">=" else self.best <= float(figure)
+        return bool(self.best >= float(figure) if sign == ">=" else self.best <= float(figure))
 
 
 def paper_lengths():

@@ -1,9 +1,7 @@
 """Claims about the step cost and the presets."""
 
 import json
-import os
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,13 +12,6 @@ from astrolabe_lab.errors import InputError
 DECODE = Regime(1e-3, 2e-2, 6e-5, 2e-6, 7e-7)
 MIXED = Regime(1e-3, 1.9e-2, 1.1e-4, 2e-6, 1e-6, attention_s=1e-8)
 COST = StepCost(DECODE, MIXED)
-
-
-def shared_folder():
-    folder = Path(os.environ.get("ASTROLABE_SHARED", Path(__file__).parents[2] / "shared")) / "data"
-    if not folder.is_dir():
-        pytest.skip("the shared data folder is not here: set ASTROLABE_SHARED to the folder that holds data/")
-    return folder
 
 
 def test_a_step_is_the_sum_of_its_six_terms():
@@ -259,11 +250,10 @@ def test_a_fit_without_enough_timings_or_columns_is_refused():
 
 
 @pytest.mark.shared
-def test_refitting_the_public_timings_gives_the_shipped_presets():
+def test_refitting_the_public_timings_gives_the_shipped_presets(shared):
     from astrolabe_lab.fit import PRESETS
 
-    data = shared_folder()
-    derived = {p.name: p for p in (derive(data) for derive in PRESETS)}
+    derived = {p.name: p for p in (derive(shared / "data") for derive in PRESETS)}
     assert sorted(derived) == presets()
     for name, again in derived.items():
         shipped = preset(name)
@@ -274,10 +264,10 @@ def test_refitting_the_public_timings_gives_the_shipped_presets():
 
 
 @pytest.mark.shared
-def test_the_fitted_lines_stay_within_the_stated_error_of_the_timings():
+def test_the_fitted_lines_stay_within_the_stated_error_of_the_timings(shared):
     pd = pytest.importorskip("pandas")
     name = "profiling__compute__a30__meta-llama__Llama-2-7b-hf__mlp.csv.gz"
-    frame = pd.read_csv(shared_folder() / "astrolabe" / name)
+    frame = pd.read_csv(shared / "data" / "astrolabe" / name)
     frame = frame[(frame.num_tensor_parallel_workers == 1) & (frame.num_tokens <= 48)]
     per_layer = [c for c in frame.columns if c.endswith(".median") and "emb" not in c]
     measured = (32 * frame[per_layer].sum(axis=1) + frame["time_stats.emb.median"]).to_numpy() / 1e3
@@ -289,10 +279,10 @@ def test_the_fitted_lines_stay_within_the_stated_error_of_the_timings():
 
 
 @pytest.mark.shared
-def test_the_derived_decode_attention_agrees_with_another_model_on_the_same_gpu():
+def test_the_derived_decode_attention_agrees_with_another_model_on_the_same_gpu(shared):
     pd = pytest.importorskip("pandas")
     name = "profiling__compute__a30__Qwen__Qwen-2-7B__attention.csv.gz"
-    rows = pd.read_csv(shared_folder() / "astrolabe" / name)
+    rows = pd.read_csv(shared / "data" / "astrolabe" / name)
     rows = rows[~rows.is_prefill & (rows.batch_size >= 8)]
     kv_bytes = rows.batch_size * rows.kv_cache_size * 2048
     rows, kv_bytes = rows[kv_bytes.between(1e8, 3e8)], kv_bytes[kv_bytes.between(1e8, 3e8)]
