@@ -12,29 +12,44 @@ from .errors import InputError
 def notebook_parameters(path: str | Path) -> dict[str, object]:
     """The names and default values of a notebook's parameters, in their order; empty if it has no such cell.
 
-    Raises InputError for a file that is no notebook, or a default that is not a plain value (number, string,
-    boolean, list or None).
+    Read by Python's own parser: papermill's `inspect_notebook` passes over a line such as `k: str =
+    "a:b=2"`. Raises InputError for a file that is no notebook, or a cell that holds more than names set to
+    plain values (numbers, strings, booleans, lists and None).
     """
     import nbformat
-    from papermill import inspect_notebook
 
     path = Path(path)
     if not path.is_file():
         raise InputError(f"notebook {path} does not exist{_nearby(path)}")
     try:
-        nbformat.read(path, as_version=4)
+        cells = nbformat.read(path, as_version=4).cells
     except Exception as error:  # nbformat raises whatever its JSON or schema reader does
         raise InputError(f"{path} is not a Jupyter notebook: {error}") from None
+    tagged = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
     values = {}
-    for name, entry in inspect_notebook(str(path)).items():
-        try:
-            values[name] = _plain(ast.literal_eval(entry["default"]))
-        except (ValueError, SyntaxError, TypeError):
-            raise InputError(
-                f"{path}: parameter {name}={entry['default']} is not a plain value; "
-                "the parameters cell takes numbers, strings, booleans, lists and None"
-            ) from None
+    for source in tagged[:1]:
+        for line in _statements(source, path):
+            try:
+                match line:
+                    case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                        values[name] = _plain(ast.literal_eval(value))
+                    case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                        values[name] = _plain(ast.literal_eval(value))
+                    case _:
+                        _fail()
+            except (ValueError, TypeError):
+                raise InputError(
+                    f"{path}: the parameters cell holds `{ast.unparse(line)}`; it takes names set to numbers, "
+                    "strings, booleans, lists or None, with nothing derived"
+                ) from None
     return values
+
+
+def _statements(source: str, path: Path) -> list[ast.stmt]:
+    try:
+        return ast.parse(source).body
+    except SyntaxError as error:
+        raise InputError(f"{path}: the parameters cell is not Python: {error}") from None
 
 
 def parse_parameters(path: str | Path, given: Mapping[str, object] | Iterable[str]) -> dict[str, object]:
@@ -63,9 +78,7 @@ def matched(
             values[name] = read(value, allowed[name])
         except (ValueError, TypeError):
             wanted = _wanted(allowed[name])
-            raise InputError(
-                f"parameter {name}={value!r} should be {wanted}, as {allowed[name]!r} is"
-            ) from None
+            raise InputError(f"parameter {name}={value!r} should be {wanted}, as {allowed[name]!r} is") from None
     return values
 
 
@@ -79,9 +92,7 @@ def _split(text: str) -> tuple[str, str]:
 def _read(text: str, default: object) -> object:
     """`text` as a value of the default's type; raises ValueError."""
     if isinstance(default, bool):
-        return (
-            {"true": True, "false": False}.get(text.lower()) if text.lower() in ("true", "false") else _fail()
-        )
+        return {"true": True, "false": False}.get(text.lower()) if text.lower() in ("true", "false") else _fail()
     if isinstance(default, (int, float)):
         return _matching(type(default)(text), default)
     if isinstance(default, str):
@@ -112,11 +123,7 @@ def _plain(value: object) -> object:
     """`value` if it is one that papermill can write into a notebook unchanged; raises ValueError."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    if (
-        value is None
-        or isinstance(value, (bool, int, str))
-        or (isinstance(value, float) and math.isfinite(value))
-    ):
+    if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return _fail()
 

@@ -68,7 +68,7 @@ def latency_vs_qps(
     figure.update_yaxes(title=label, rangemode="tozero")
     if log:
         top = points[["mean", "high"]].max().max()
-        figure.update_yaxes(type="log", range=[np.log10(floor), np.log10(top * 1.1)])
+        figure.update_yaxes(type="log", **_log_ticks(floor, top * 1.1))
     seeds, n = int(points["seeds"].min()), int(summary["n"].min()) if "n" in summary else 0
     band = f"band: {level:.0%} t-interval over {seeds} seeds" if seeds > 1 else "one seed, so no band"
     finite = f"; {n:,} requests a run, so past capacity latency grows with the trace" if n else ""
@@ -122,7 +122,9 @@ def cdf(results: pd.DataFrame, metric: str = "ttft_s", by: str = "policy", log: 
         marks = np.quantile(values, shares, method="inverted_cdf") * scale if len(values) else []
         colour = COLOURS[index % len(COLOURS)]
         figure.add_scatter(x=marks, y=shares, name=legend, line={"color": colour, "width": 2, "shape": "hv"})
-    figure.update_xaxes(title=label, type="log" if log else "linear")
+    figure.update_xaxes(title=label)
+    if log and (drawn := [mark for line in figure.data for mark in line.x if mark > 0]):
+        figure.update_xaxes(type="log", **_log_ticks(min(drawn), max(drawn)))
     figure.update_yaxes(title="share of requests", range=[0, 1.01], tickformat=".0%")
     return _titled(figure, f"Distribution of {label.partition(' (')[0]}", "requests that ended well")
 
@@ -142,9 +144,7 @@ def queue_animation(queues: pd.DataFrame) -> go.Figure:
     shown = {"decoding": COLOURS[5], "waiting": COLOURS[1]}
     table = queues.pivot_table(index="t_s", columns=["policy", "instance"], values=list(shown), fill_value=0)
     bars = [(kind, policy) for policy in policies for kind in shown]
-    heights = {
-        bar: table[bar[0]][bar[1]].reindex(columns=instances, fill_value=0).to_numpy(int) for bar in bars
-    }
+    heights = {bar: table[bar[0]][bar[1]].reindex(columns=instances, fill_value=0).to_numpy(int) for bar in bars}
     start = len(times) // 2  # a film that opens on an empty stage looks broken
     figure = make_subplots(cols=len(policies), shared_yaxes=True, subplot_titles=policies)
     for kind, policy in bars:
@@ -162,9 +162,7 @@ def queue_animation(queues: pd.DataFrame) -> go.Figure:
     figure.update_yaxes(title="requests", col=1)
     figure.update_xaxes(title="instance", type="category")
     figure.update_layout(template=TEMPLATE, barmode="stack", height=520, margin={"t": 110, "b": 40})
-    figure.update_layout(
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.1, "yanchor": "bottom"}
-    )
+    figure.update_layout(legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.1, "yanchor": "bottom"})
     figure.update_layout(sliders=[_slider(times) | {"active": start}], updatemenus=[PLAYER])
     return _titled(figure, "Where the requests are", "drag the slider, or press play")
 
@@ -215,9 +213,7 @@ def schedule_chart(steps: pd.DataFrame, budget_tokens: int | None = None) -> go.
     figure.update_yaxes(title="tokens in the step", row=2)
     figure.update_xaxes(title="time (ms)", row=2)
     figure.update_layout(template=TEMPLATE, barmode="stack", bargap=0.15, height=560)
-    figure.update_layout(
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"}
-    )
+    figure.update_layout(legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1.02, "yanchor": "bottom"})
     note = "a box is one request's share of one step, its number the tokens computed"
     return _titled(figure, "The schedule", note)
 
@@ -225,7 +221,7 @@ def schedule_chart(steps: pd.DataFrame, budget_tokens: int | None = None) -> go.
 LEGEND = {"decoding": "first token out, decoding", "waiting": "no first token yet"}
 PLAYER = {
     "type": "buttons", "direction": "left", "showactive": False,
-    "x": 0, "xanchor": "left", "y": -0.3, "yanchor": "middle", "pad": {"t": 10},
+    "x": 0, "xanchor": "left", "y": -0.3, "yanchor": "middle", "pad": {"t": 30},
     "buttons": [
         {"label": "play", "method": "animate",
          "args": [None, {"frame": {"duration": 60}, "fromcurrent": True}]},
@@ -237,16 +233,22 @@ PLAYER = {
 def _slider(times: np.ndarray) -> dict:
     jump = {"mode": "immediate", "frame": {"duration": 0}}
     steps = [
-        {"method": "animate", "label": f"{t:.3g}", "args": [[str(i)], jump]}
-        for i, t in enumerate(times - times[0])
+        {"method": "animate", "label": f"{t:.3g}", "args": [[str(i)], jump]} for i, t in enumerate(times - times[0])
     ]
     return {
         "steps": steps,
         "currentvalue": {"prefix": "time: ", "suffix": " s"},
-        "pad": {"t": 45},
+        "pad": {"t": 65},
         "x": 0.16,
         "len": 0.84,
     }
+
+
+def _log_ticks(low: float, high: float) -> dict:
+    """Range and ticks of a logarithmic axis at 1, 2 and 5 times powers of ten, every one labelled in full."""
+    powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
+    ticks = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+    return {"range": [np.log10(low), np.log10(high)], "tickvals": ticks, "ticktext": [f"{t:g}" for t in ticks]}
 
 
 def _axis(metric: str) -> tuple[str, float]:

@@ -18,15 +18,14 @@ STYLE = """
 body{font:16px/1.55 system-ui,sans-serif;color:#222;max-width:60rem;margin:0 auto;padding:1rem 1.5rem 4rem}
 h1,h2,h3{line-height:1.25;margin:2em 0 .5em}section>h1{border-top:3px solid #0072B2;padding-top:1em}
 pre{background:#f6f8fa;padding:.7em 1em;overflow-x:auto;font-size:13px;line-height:1.4;border-radius:4px}
-code{font-family:ui-monospace,monospace;font-size:.92em}details{margin:.5em
-0}summary{cursor:pointer;color:#666} table{border-collapse:collapse;margin:1em
-0;font-size:14px;display:block;overflow-x:auto} th,td{padding:.25em .7em;border-bottom:1px solid
-#ddd;text-align:right}th:first-child,td:first-child{text-align:left} .facts td,.facts
-th{text-align:left;vertical-align:top;overflow-wrap:anywhere}
-.error{border-left:4px solid #D55E00}
-nav{background:#f6f8fa;padding:1em 1.5em;border-radius:4px}nav ul{margin:.2em
-0;padding-left:1.2em}img{max-width:100%} blockquote{border-left:4px solid
-#56B4E9;margin-left:0;padding-left:1em;color:#444}.figure{margin:1em 0}
+code{font-family:ui-monospace,monospace;font-size:.92em}
+details{margin:.5em 0}summary{cursor:pointer;color:#666}
+table{border-collapse:collapse;margin:1em 0;font-size:14px;display:block;overflow-x:auto}
+th,td{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:left;vertical-align:top}
+.frame th,.frame td{text-align:right}.facts td{overflow-wrap:anywhere}.error{border-left:4px solid #D55E00}
+nav{background:#f6f8fa;padding:1em 1.5em;border-radius:4px}nav ul{margin:.2em 0;padding-left:1.2em}
+blockquote{border-left:4px solid #56B4E9;margin-left:0;padding-left:1em;color:#444}
+.figure{margin:1em 0}img{max-width:100%}
 """
 DRAW = """
 for (const holder of document.querySelectorAll('.figure')) {
@@ -76,9 +75,7 @@ def _executed(notebooks: str | Path | Iterable[str | Path]) -> list[Path]:
     else:
         where = folder = Path(notebooks)
         if not folder.is_dir():
-            raise InputError(
-                f"{folder} is not a folder; give the one that `astrolabe run` wrote to, e.g. outputs"
-            )
+            raise InputError(f"{folder} is not a folder; give the one that `astrolabe run` wrote to, e.g. outputs")
         hidden = re.compile(r"(^|/)\.")  # partial files and Jupyter's checkpoints
         found = (path for path in folder.rglob("*.ipynb") if not hidden.search(str(path.relative_to(folder))))
         paths = sorted(found, key=lambda path: (path.name, str(path)))
@@ -106,13 +103,9 @@ def _contents(chapters: list["_Chapter"]) -> str:
     rows = []
     for chapter in chapters:
         inner = "".join(
-            f'<li><a href="#{anchor}">{text}</a></li>'
-            for level, anchor, text in chapter.headings
-            if level == 2
+            f'<li><a href="#{anchor}">{text}</a></li>' for level, anchor, text in chapter.headings if level == 2
         )
-        first = next(
-            (h for h in chapter.headings if h[0] == 1), (1, chapter.anchor, html.escape(chapter.path.stem))
-        )
+        first = next((h for h in chapter.headings if h[0] == 1), (1, chapter.anchor, html.escape(chapter.path.stem)))
         rows.append(f'<li><a href="#{chapter.anchor}">{first[2]}</a><ul>{inner}</ul></li>')
     return f"<nav><ul>{''.join(rows)}</ul></nav>"
 
@@ -148,9 +141,7 @@ class _Chapter:
 
     def _code(self, cell) -> str:
         code = f"<details><summary>code</summary><pre><code>{html.escape(cell.source)}</code></pre></details>"
-        return (code if cell.source.strip() else "") + "".join(
-            self._output(output) for output in cell.outputs
-        )
+        return (code if cell.source.strip() else "") + "".join(self._output(output) for output in cell.outputs)
 
     def _output(self, output) -> str:
         if output.output_type == "stream":
@@ -164,16 +155,12 @@ class _Chapter:
     def _data(self, data: dict) -> str:
         if PLOTLY in data:
             self.figures += 1
-            figure = json.dumps(data[PLOTLY]).replace(
-                "<", "\\u003c"
-            )  # no text in it can close the script element
+            figure = json.dumps(data[PLOTLY]).replace("<", "\\u003c")  # no text in it can close the script element
             return f'<div class="figure"><script type="application/json">{figure}</script></div>'
         if "image/png" in data:
-            return (
-                f'<img alt="" src="data:image/png;base64,{html.escape("".join(data["image/png"].split()))}">'
-            )
+            return f'<img alt="" src="data:image/png;base64,{html.escape("".join(data["image/png"].split()))}">'
         if "text/html" in data and (table := _Tables.of(data["text/html"])):
-            return table
+            return f'<div class="frame">{table}</div>'
         if "text/markdown" in data:
             return _rendered(data["text/markdown"])
         return f"<pre>{html.escape(_plain(data['text/plain']))}</pre>" if "text/plain" in data else ""
@@ -204,9 +191,7 @@ def _facts(path: Path) -> str:
         return ""
     try:
         record = json.loads(path.read_text())
-        rows = "".join(
-            f"<tr><th>{html.escape(str(k))}</th><td>{_value(v)}</td></tr>" for k, v in record.items()
-        )
+        rows = "".join(f"<tr><th>{html.escape(str(k))}</th><td>{_value(v)}</td></tr>" for k, v in record.items())
     except (ValueError, AttributeError):
         rows = f"<tr><td>{html.escape(path.name)} could not be read</td></tr>"
     return f'<details><summary>how this run came about</summary><table class="facts">{rows}</table></details>'
@@ -242,13 +227,9 @@ class _Tables(HTMLParser):
         self.muted += tag in ("script", "style")
         if self.depth and tag in self.KEPT:
             spans = (
-                (name, value)
-                for name, value in attrs
-                if name in ("colspan", "rowspan") and (value or "").isdigit()
+                (name, value) for name, value in attrs if name in ("colspan", "rowspan") and (value or "").isdigit()
             )
-            self.parts.append(
-                f"<{tag}{''.join(f' {name}={chr(34)}{value}{chr(34)}' for name, value in spans)}>"
-            )
+            self.parts.append(f"<{tag}{''.join(f' {name}={chr(34)}{value}{chr(34)}' for name, value in spans)}>")
 
     def handle_endtag(self, tag: str) -> None:
         if self.depth and tag in self.KEPT:

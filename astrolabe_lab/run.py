@@ -1,5 +1,6 @@
 """Run a notebook from top to bottom without a browser, with checked parameters, and keep what it made."""
 
+import logging
 import os
 import sys
 import time
@@ -45,9 +46,7 @@ def run_notebook(
     out_dir.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     used = allowed | values
-    record.note(
-        out_dir, new=True, status="running", notebook=path.name, parameters=used, seed=record.seed(used)
-    )
+    record.note(out_dir, new=True, status="running", notebook=path.name, parameters=used, seed=record.seed(used))
     try:
         with _kernel_environment(out_dir):
             _execute(path, executed, values, cell_timeout_s)
@@ -86,6 +85,7 @@ def _execute(path: Path, executed: Path, values: dict[str, object], cell_timeout
             cells.announce(nb_man)
             super().execute_managed_notebook(nb_man, kernel_name, **options)
 
+    logging.getLogger("papermill").setLevel(logging.ERROR)  # its own check of names fails on valid cells
     cells = _Cells(path.stem)
     papermill_engines.register("astrolabe", Announcing)
     partial = executed.with_name(f".{executed.stem}.{os.getpid()}.partial.ipynb")
@@ -93,15 +93,14 @@ def _execute(path: Path, executed: Path, values: dict[str, object], cell_timeout
         papermill.execute_notebook(
             str(path), str(partial), values, engine_name="astrolabe", kernel_name="python3",
             progress_bar=False, execution_timeout=cell_timeout_s, stderr_file=sys.stderr,
+            extra_arguments=["--log-level=ERROR"],  # ipykernel warns of its local sockets at every start
         )  # fmt: skip
     except PapermillExecutionError as error:
         raise NotebookError(
             f"{path.name}: {cells.current} failed: {error.ename}: {error.evalue}; see {executed}"
         ) from None
     except CellTimeoutError:
-        raise NotebookError(
-            f"{path.name}: {cells.current} ran over {cell_timeout_s:g} s; see {executed}"
-        ) from None
+        raise NotebookError(f"{path.name}: {cells.current} ran over {cell_timeout_s:g} s; see {executed}") from None
     except DeadKernelError:
         raise NotebookError(f"{path.name}: kernel died in {cells.current}; see {executed}") from None
     finally:

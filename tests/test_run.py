@@ -11,12 +11,12 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.parameters import notebook_parameters, parse_parameters
 from astrolabe_lab.run import NotebookError, run_notebook
 
-DEFAULTS = """name: str = "default"  # a label
+DEFAULTS = """name: str = "astrolabe:k=2"  # a label, with what confuses papermill's own reader
 count: int = 5  # how many
 share: float = 0.5  # of what
 loud: bool = False  # or not
 qps: list = [1.0, 2.0]  # rates
-trace = None  # a file
+trace: str | None = None  # a file
 """
 
 
@@ -57,9 +57,7 @@ def test_lists_are_json_or_commas_and_only_the_first_equals_sign_splits(notebook
 
 
 def test_a_misspelt_parameter_is_refused_with_the_allowed_names(notebook):
-    with pytest.raises(
-        InputError, match=r"no parameter 'cuont'; its parameters are: name, count, share, loud, qps"
-    ):
+    with pytest.raises(InputError, match=r"no parameter 'cuont'; its parameters are: name, count, share, loud, qps"):
         run_notebook(notebook(), ["cuont=3"])
 
 
@@ -82,9 +80,7 @@ def test_a_value_of_another_type_is_refused_by_name(notebook, given):
         parse_parameters(notebook(), [given])
 
 
-@pytest.mark.parametrize(
-    "given", [{"qps": (1.0, 2.0)}, {"name": 7}, {"count": True}, {"share": float("nan")}]
-)
+@pytest.mark.parametrize("given", [{"qps": (1.0, 2.0)}, {"name": 7}, {"count": True}, {"share": float("nan")}])
 def test_python_values_that_papermill_would_bend_are_refused(notebook, given):
     with pytest.raises(InputError, match="should be"):
         parse_parameters(notebook(), given)
@@ -103,7 +99,7 @@ def test_a_parameter_given_twice_is_refused(notebook):
 
 def test_a_derived_value_in_the_parameters_cell_is_refused(notebook):
     path = notebook(parameters="count: int = 5\ntwice = count * 2\n")
-    with pytest.raises(InputError, match="parameter twice=count \\* 2 is not a plain value"):
+    with pytest.raises(InputError, match=r"the parameters cell holds `twice = count \* 2`"):
         notebook_parameters(path)
 
 
@@ -135,7 +131,7 @@ def test_a_run_keeps_the_outputs_the_files_and_how_they_came_about(notebook, tmp
     assert noted["parameters"] == {"count": 9, "seed": 3} and noted["rows"] == {"summary.parquet": 1}
     assert noted["versions"]["numpy"] and noted["hardware"]["cores"] >= 1 and noted["wall_s"] > 0
     err = capfd.readouterr().err
-    assert "default 9 True" in err  # what a cell writes to stderr is seen while it runs
+    assert "astrolabe:k=2 9 True" in err  # what a cell writes to stderr is seen while it runs
     assert "lesson: cell 5 of 5 (record.save_run" in err
     assert sorted(f.name for f in (tmp_path / "out").iterdir()) == [
         "lesson.ipynb",
@@ -147,14 +143,10 @@ def test_a_run_keeps_the_outputs_the_files_and_how_they_came_about(notebook, tmp
 
 def test_a_failing_cell_is_named_and_its_notebook_kept(notebook, tmp_path):
     path = notebook("before = 1", "1 / 0", "after = 1")
-    with pytest.raises(
-        NotebookError, match=r"lesson\.ipynb: cell 3 of 4 \(1 / 0\) failed: ZeroDivisionError"
-    ):
+    with pytest.raises(NotebookError, match=r"lesson\.ipynb: cell 3 of 4 \(1 / 0\) failed: ZeroDivisionError"):
         run_notebook(path, out_dir=tmp_path / "out")
     kept = nbformat.read(tmp_path / "out" / "lesson.ipynb", as_version=4)
-    errors = [
-        o.ename for c in kept.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "error"
-    ]
+    errors = [o.ename for c in kept.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "error"]
     assert errors == ["ZeroDivisionError"]
     noted = json.loads((tmp_path / "out" / "run.json").read_text())
     assert noted["status"] == "failed" and "1 / 0" in noted["error"]
@@ -172,9 +164,7 @@ def test_a_dead_kernel_is_told_apart_from_a_failing_cell(notebook, tmp_path):
 
 
 def test_figures_are_kept_as_json_without_a_copy_of_plotly_js(notebook, tmp_path):
-    executed = run_notebook(
-        notebook("import plotly.graph_objects as go\ngo.Figure()"), out_dir=tmp_path / "out"
-    )
+    executed = run_notebook(notebook("import plotly.graph_objects as go\ngo.Figure()"), out_dir=tmp_path / "out")
     (output,) = nbformat.read(executed, as_version=4).cells[-1].outputs
     assert "application/vnd.plotly.v1+json" in output.data and "text/html" not in output.data
     assert executed.stat().st_size < 100_000
