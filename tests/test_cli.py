@@ -6,10 +6,12 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pandas as pd
 import pytest
+from packaging.requirements import Requirement
 
 from astrolabe_lab import arrivals, cli, cost, doctor, length, policies, result, sharegpt_like, trace
 from astrolabe_lab.sim.cluster import ControlPlane, simulate
@@ -387,6 +389,11 @@ def test_doctor_reads_as_text(capsys):
     assert all(
         name in shown for name in ("simulated", "emulated", "hardware-cpu", "hardware-gpu", "memory", "numba")
     )
+
+
+def test_doctor_looks_for_all_that_the_package_requires():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert sorted(doctor.CORE) == sorted(Requirement(text).name for text in project["dependencies"])
 
 
 def without(*names):
