@@ -12,7 +12,7 @@ from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.queues import deliver, take_inbox
 from astrolabe_lab.sim.schedule import complete, schedule, write_log
 from astrolabe_lab.sim.state import FAILED, FINISHED, NONE
-from astrolabe_lab.sim.steady import leap, quiet_steps, steady_step
+from astrolabe_lab.sim.steady import finishing_step, leap, quiet_steps, steady_step
 
 __all__ = ["advance", "advance_all", "deliver", "stop"]
 
@@ -60,15 +60,21 @@ def advance(engines, requests, running, batch, done, log, i, until_s, target, le
                 # Behind a blocked queue an arrival changes nothing: blocks only get fewer until somebody finishes.
                 arrival_s = requests[e.inbox_head].ready_s
             end_s = e.end_s[slot]
-            if e.quiet > 0 and end_s < until_s and end_s < arrival_s:
+            if end_s < until_s and end_s < arrival_s:
                 if leaps and e.quiet > 2 and min(until_s, arrival_s) - end_s > 2.0 * (end_s - e.start_s[slot]):
                     if leap(engines, requests, running, i, until_s, arrival_s) > 0:
                         continue
-                if e.free_blocks > e.n_running:
-                    steady_step(engines, requests, running, i)
+                if e.free_blocks > e.n_running and (e.quiet > 0 or (e.depth == 1 and e.n_waiting == 0)):
                     if log.size > 0:
                         e.now_s = end_s
                         take_inbox(engines, requests, running, batch, done, log, i)  # to show who waits
+                    if e.quiet > 0:
+                        steady_step(engines, requests, running, i)
+                    else:
+                        finishing_step(engines, requests, running, batch, done, i)
+                        if target != NONE and requests[target].state == FINISHED:
+                            return
+                    if log.size > 0 and e.n_in_flight > 0:
                         write_log(engines, requests, running, batch, done, log, i, (e.oldest + e.depth - 1) & 1)
                     continue
         complete(engines, requests, running, batch, done, log, i)

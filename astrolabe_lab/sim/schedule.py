@@ -185,6 +185,16 @@ def write_log(engines, requests, running, batch, done, log, i, slot):
 
 
 @compiled
+def finish(requests, done, i, r, now_s):
+    """Request r has its last token; its router hears of it."""
+    q = requests[r]
+    q.state = FINISHED
+    q.finished_s = now_s
+    done[i, q.router, 0] += 1
+    done[i, q.router, 1] += q.prompt + q.predicted
+
+
+@compiled
 def complete(engines, requests, running, batch, done, log, i):
     """The oldest batch ends: its tokens are delivered, finished requests leave."""
     e = engines[i]
@@ -217,11 +227,8 @@ def complete(engines, requests, running, batch, done, log, i):
                 e.free_blocks += q.blocks
                 q.blocks = 0
                 ended += 1
-            q.state = FINISHED
-            q.finished_s = t
+            finish(requests, done, i, b.request, t)
             e.finished += 1
-            done[i, q.router, 0] += 1
-            done[i, q.router, 1] += q.prompt + q.predicted
     if ended > 0:
         kept = 0
         for k in range(e.n_running):

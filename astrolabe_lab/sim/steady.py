@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from astrolabe_lab.sim.compiled import V1, blocks_of, compiled, step_seconds
+from astrolabe_lab.sim.schedule import finish
 
 
 @compiled
@@ -61,6 +62,52 @@ def steady_step(engines, requests, running, i):
 
 
 @compiled
+def finishing_step(engines, requests, running, batch, done, i):
+    """The step of steady decoding that ends it: some requests finish, the others decode on. Synchronous scheduling,
+    nobody waiting and a free block for every running request, so that nothing else can happen."""
+    e = engines[i]
+    slot = e.oldest
+    end_s = e.end_s[slot]
+    kept = 0
+    context = 0
+    free = e.free_blocks
+    quiet = np.int64(2**62)
+    for k in range(e.n_running):
+        r = running[i, k]
+        q = requests[r]
+        q.generated += 1
+        if q.generated >= q.output:
+            finish(requests, done, i, r, end_s)
+            q.in_flight = 0
+            q.placeholders = 0
+            free += q.blocks
+            q.blocks = 0
+            e.finished += 1
+            continue
+        running[i, kept] = r
+        batch[i, slot, kept].request = r
+        kept += 1
+        context += q.computed
+        q.computed += 1
+        quiet = min(quiet, q.output - q.generated - 1)
+        if q.computed > q.blocks * e.block_size:
+            q.blocks += 1
+            free -= 1
+    e.n_running = kept
+    e.free_blocks = free
+    e.quiet = quiet
+    if kept == 0:
+        e.n_in_flight = 0
+        e.steady = 0
+        e.now_s = end_s
+        return
+    e.n_entries[slot] = kept
+    turn(e, step_seconds(e.cost, 0, kept, kept, context, 0.0) * e.slow_factor)
+    e.steps += 1
+    e.tokens += kept
+
+
+@compiled
 def leap(engines, requests, running, i, until_s, arrival_s):
     """Many steps of steady decoding at once.
 
@@ -73,11 +120,21 @@ def leap(engines, requests, running, i, until_s, arrival_s):
     room = e.free_blocks
     if e.scheduler != V1:
         room -= 1  # V0: the last one to append must still see a free block
-    context = 0
-    low = 0
-    high = e.quiet
+    fixed = e.cost[0, 0] + e.cost[0, 1] + e.cost[0, 2] * n + e.cost[0, 3] * n
+    per_kv = e.cost[0, 4]
+    slow = e.slow_factor
+    stop_s = min(until_s, arrival_s)
+    oldest = e.oldest
+    end_s = e.end_s[oldest]
+    most = e.quiet
+    if fixed > 0.0 and (stop_s - end_s) < most * fixed * slow:
+        most = np.int64((stop_s - end_s) / (fixed * slow)) + 2  # a step takes at least `fixed`
+        most = min(most, e.quiet)
+    # n requests take n blocks every block_size steps: the first bound is safe, the second is not
+    low = min(most, room // n * e.block_size)
+    high = min(most, (room // n + 1) * e.block_size - 1)
     steps = high
-    while True:  # the most steps whose blocks fit: all quiet ones, or what a bisection finds
+    while True:  # about the most steps whose blocks fit, by bisection
         need = 0
         context = 0
         for k in range(n):
@@ -87,18 +144,14 @@ def leap(engines, requests, running, i, until_s, arrival_s):
                 need += blocks_of(q.computed + steps, e.block_size) - q.blocks
         if need <= room:
             low = steps
+        elif low >= e.block_size:
+            break  # far enough: the exact bound would cost more than the steps it adds
         else:
             high = steps - 1
         if low >= high:
             break
         steps = (low + high + 1) // 2
-    fixed = e.cost[0, 0] + e.cost[0, 1] + e.cost[0, 2] * n + e.cost[0, 3] * n
-    per_kv = e.cost[0, 4]
-    slow = e.slow_factor
-    stop_s = min(until_s, arrival_s)
     steps = 0
-    oldest = e.oldest
-    end_s = e.end_s[oldest]
     if e.depth == 1:
         start_s = e.start_s[oldest]
         while steps < low and end_s < stop_s:
