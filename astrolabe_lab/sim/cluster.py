@@ -430,6 +430,8 @@ class _Run:
     def _plan(self, faults, n: int) -> None:
         """Check the faults and plan their starts, detections and ends."""
         windows: dict[tuple, list] = {}
+        if isinstance(faults, (Outage, Slowdown)):
+            raise InputError(f"faults: {faults!r} is no list; write faults=[...]")
         for fault in faults:
             if not isinstance(fault, (Outage, Slowdown)):
                 raise InputError(f"fault {fault!r} is neither an Outage nor a Slowdown")
