@@ -7,6 +7,7 @@ later arrival (Astrolabe, section on the Predictor). The simulator, the sidecar 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +17,10 @@ from astrolabe_lab.request import Request
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.sim.restore import assumed_output, restore
 from astrolabe_lab.sim.state import ENGINE, FINISHED, NONE, configure, new_state
-from astrolabe_lab.sim.status import HEADER, ROW, Status, assumed_output, restore
+from astrolabe_lab.sim.status import HEADER, ROW, Status
+from astrolabe_lab.sim.status_check import check_status
 
 EXTENSION_TOKENS = 10
 METRICS = ("e2e_s", "ttft_s", "tpot_s", "added_delay_s")
@@ -153,17 +156,12 @@ class Predictor:
             raise InputError(f"request {request.rid} has no predicted length: attach one (length.attach), e.g. oracle")
         if metric is not None and metric not in METRICS:
             raise InputError(f"metric={metric!r} is not one of {', '.join(METRICS)}")
-        if status.running > self.engine.max_num_seqs:
-            raise InputError(
-                f"status: {status.running} requests run where max_num_seqs={self.engine.max_num_seqs}: another engine's"
-            )
-        taken_s = status.taken_s
+        check_status(status, self.template)
         if now_s is None:
-            now_s = max(request.arrived_s, taken_s)
-        pending = np.zeros(len(dispatched) + 1, PENDING)
-        for row, sent in zip(pending, dispatched, strict=False):
-            row["ready_s"], row["prompt"], row["predicted"] = sent
-        pending[-1] = (now_s, request.prompt_tokens, request.predicted_tokens)
+            now_s = max(request.arrived_s, status.taken_s)
+        if self.engine.rejects(request.prompt_tokens, request.predicted_tokens):
+            return Prediction(False, reason=self._why_not(request))
+        pending = self._pending([*dispatched, (now_s, request.prompt_tokens, request.predicted_tokens)])
         code = E2E if metric is None else METRICS.index(metric)
         state = self.scratch(len(status.rows) + len(pending))
         fits = predict(
@@ -183,12 +181,23 @@ class Predictor:
             float(added + wait_s) if code == ADDED_DELAY else None,
         )
 
+    @staticmethod
+    def _pending(dispatches) -> np.ndarray:
+        """PENDING rows of (ready_s, prompt_tokens, predicted_tokens)."""
+        for ready_s, prompt, predicted in dispatches:
+            if not (math.isfinite(ready_s) and 1 <= prompt < 2**31 and 0 <= predicted < 2**31):
+                raise InputError(
+                    f"dispatch ({ready_s}, {prompt}, {predicted}) must be (finite ready_s, prompt_tokens >= 1, "
+                    "predicted_tokens >= 0)"
+                )
+        return np.array(dispatches, PENDING)
+
     def _why_not(self, request: Request) -> str:
         total = request.prompt_tokens + request.predicted_tokens
         if total > self.engine.max_model_len:
             return f"prompt + predicted output = {total} tokens exceed max_model_len={self.engine.max_model_len}"
-        blocks = self.engine.usable_blocks
-        return f"prompt + predicted output = {total} tokens need more than the engine's {blocks} KV blocks"
+        blocks = self.engine.request_blocks
+        return f"prompt + predicted output = {total} tokens need more than the {blocks} KV blocks that one request can hold"
 
 
 def empty_status(now_s: float, engine: EngineConfig) -> Status:

@@ -2,9 +2,11 @@
 
 The rules. Both: requests come and go in the order of their arrival; a prompt's blocks (for all that a request holds
 by then) are taken at once when it is admitted, and only while 1 % of all blocks (the watermark) stays free beside
-them; there is no null block; a decode needs a free block, also where its token fits into the request's last one; where
-there is none, the last of the running queue loses its blocks and starts anew; such victims go back to the head of the
-waiting queue, in their order, when the step has been planned.
+them; there is no null block; a running request needs a free block, also where its tokens fit into its last one, but
+for an unfinished prompt that fills its blocks; where there is none, the last of the running queue loses its blocks and
+starts anew; such victims go back to the head of the waiting queue, in their order, when the step has been planned.
+(vLLM asks this through ``BlockTable.get_num_blocks_touched_by_append_slots``, of prompts too. One thing is simplified:
+where a request that starts anew has one token of its own output left to compute, that is a decode.)
 
 ``v0_chunked``: decodes, then the prompt left unfinished, then new ones, up to the token budget; admission goes on
 after a preemption. ``v0_prefill_first``: whole new prompts up to the budget; the running decode only when there is
@@ -94,7 +96,7 @@ class V0Engine:
         served = 0
         while served < len(self.running):
             s = self.running[served]
-            if not s.prefilling:
+            if s.tokens % self.config.block_size or self.decodes(s):
                 while self.free == 0:
                     victim = self.running.pop()
                     self.free += victim.blocks
@@ -109,6 +111,9 @@ class V0Engine:
                     self.free -= 1
             served += 1
             yield s
+
+    def decodes(self, s):
+        return s.computed >= s.prompt and s.computed + 1 == s.tokens
 
     def admit(self, budget):
         batch = []
@@ -129,11 +134,7 @@ class V0Engine:
 
     def seconds(self, batch):
         context = sum(s.computed for s, _ in batch)
-        chunks = [
-            (s, tokens)
-            for s, tokens in batch
-            if not (tokens == 1 and s.computed >= s.prompt and s.computed + 1 == s.tokens)
-        ]
+        chunks = [(s, tokens) for s, tokens in batch if not self.decodes(s)]
         attention = sum(tokens * s.computed + 0.5 * tokens**2 for s, tokens in chunks)
         return self.cost.step_seconds(
             sum(n for _, n in batch), len(batch), context, attention, mixed=bool(chunks)
@@ -248,6 +249,15 @@ def test_a_v0_decode_asks_for_a_free_block_even_where_its_token_fits(scheduler):
     assert roomy[1][2:4] == ([(0, 1), (1, 1)], [])
     v1 = served(trace, scheduler="v1", num_gpu_blocks=9, **flags)  # of them one is the null block
     assert v1[1][2:4] == ([(0, 1), (1, 1)], [])
+
+
+def test_an_unfinished_v0_prompt_asks_for_a_free_block_unless_it_fills_its_own():
+    # 6 blocks of 4 tokens: 0 takes one, its first decode another; the rest is the second prompt's
+    flags = {"max_num_batched_tokens": 8, "max_num_seqs": 8, "block_size": 4, "num_gpu_blocks": 6}
+    filling = served(frame([0, 0], [4, 16], 2), scheduler="v0_chunked", **flags)
+    assert [step[2:4] for step in filling[:2]] == [([(0, 4), (1, 4)], []), ([(0, 1), (1, 7)], [])]
+    not_filling = served(frame([0, 0], [4, 15], 2), scheduler="v0_chunked", **flags)
+    assert [step[2:4] for step in not_filling[:2]] == [([(0, 4), (1, 4)], []), ([(0, 1)], [1])]
 
 
 def test_v0_chunked_admits_others_in_the_step_that_preempted_and_the_victim_comes_before_them_after():

@@ -8,8 +8,9 @@ the queue, possibly itself. Then, unless something was preempted, waiting reques
 blocks for the whole prompt (plus the watermark, when anything runs) last. Only the blocks of a chunk are taken.
 
 ``v0_chunked``  The same order (decodes, the unfinished prefill, new ones), but a prompt's blocks are taken whole at
-admission, the watermark always stays free, a decode needs one free block even where its token fits into its last one,
-and admission goes on after a preemption: victims rejoin the queue's head afterwards.
+admission, the watermark always stays free, a running request needs one free block even where its tokens fit into its
+last one (but for an unfinished prompt that fills its blocks), and admission goes on after a preemption: victims rejoin
+the queue's head afterwards.
 
 ``v0_prefill_first``  Waiting requests first, whole prompts; only a step that admits none decodes.
 """
@@ -109,7 +110,7 @@ def schedule(engines, requests, running, batch, done, log, i):
                         break
                     e.free_blocks -= need
                     q.blocks += need
-            elif decode:
+            elif decode or known % block_size > 0:
                 while e.free_blocks < 1:
                     victims = preempt_last(engines, requests, running, batch, done, log, i, victims)
                     if victims == r:

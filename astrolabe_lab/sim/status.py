@@ -1,8 +1,8 @@
-"""The status of an instance: what its engine can tell, and an engine rebuilt from it.
+"""The status of an instance: what its engine can tell.
 
 A status shows the state as of a schedule: computed tokens are those before the step in flight, whose outcome nobody
-knows yet. ``restore`` turns it back into a running engine with assumed output lengths; that is what a Predictor
-simulates forward. The same object comes from the simulator and, later, from a real engine's scheduler.
+knows yet. A Predictor turns it back into an engine (``restore``) and simulates that forward. The same object comes from
+the simulator and, later, from a real engine's scheduler.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.sim.compiled import blocks_of, compiled, step_seconds
+from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.state import NONE, RUNNING, WAITING
 
 VERSION = 1
@@ -93,36 +93,62 @@ class Status:
 
     @classmethod
     def from_json(cls, text: str) -> Status:
-        """The status in ``text``. Raises InputError naming the field when it is not a status of this version."""
+        """The status in ``text``. Raises InputError naming the field when it is not a status of this version.
+
+        Whether it can be one of a certain engine is checked where it is used (``status_check``).
+        """
         try:
             raw = json.loads(text)
-            if not isinstance(raw, dict) or raw.get("version") != VERSION:
-                found = raw.get("version") if isinstance(raw, dict) else type(raw).__name__
-                raise InputError(f"status: version {found!r} where {VERSION} is understood")
-            header = np.zeros(1, HEADER)
-            rows = np.zeros(len(raw["requests"]), ROW)
-            started = raw["step_started_s"]
-            header["taken_s"] = raw["taken_s"]
-            header["step_started_s"] = np.nan if started is None else started
-            header["free_blocks"] = raw["free_blocks"]
-            header["stalled"] = bool(raw["stalled"])
-            header["n_rows"] = len(rows)
-            for row, request in zip(rows, raw["requests"], strict=True):
-                for name in ROW.names:
-                    row[name] = (
-                        {"running": RUNNING, "waiting": WAITING}[request[name]] if name == "state" else request[name]
-                    )
-            header["n_running"] = int((rows["state"] == RUNNING).sum())
-        except KeyError as error:
-            raise InputError(f"status: field or value {error} is missing or unknown") from None
-        except (TypeError, ValueError, OverflowError) as error:
-            raise (error if isinstance(error, InputError) else InputError(f"status: not a status: {error}")) from None
-        if (rows["state"][: int(header["n_running"][0])] != RUNNING).any():
-            raise InputError("status: running requests must come before waiting ones")
-        for name in ROW.names[2:]:
-            if (rows[name] < 0).any():
-                raise InputError(f"status: {name} must not be negative")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InputError(f"status: not JSON: {error}") from None
+        version = raw.get("version") if isinstance(raw, dict) else type(raw).__name__
+        if version != VERSION or isinstance(version, bool):
+            raise InputError(f"status: version {version!r} where {VERSION} is understood")
+        _check_fields(raw, ("version", "taken_s", "step_started_s", "stalled", "free_blocks", "requests"), "status")
+        if not isinstance(raw["stalled"], bool):
+            raise InputError(f"status: stalled={raw['stalled']!r} must be true or false")
+        if not isinstance(raw["requests"], list):
+            raise InputError(f"status: requests={raw['requests']!r:.60} must be a list")
+        header = np.zeros(1, HEADER)
+        rows = np.zeros(len(raw["requests"]), ROW)
+        header["taken_s"] = _seconds(raw["taken_s"], "taken_s")
+        started = raw["step_started_s"]
+        header["step_started_s"] = np.nan if started is None else _seconds(started, "step_started_s")
+        header["free_blocks"] = _whole(raw["free_blocks"], "free_blocks", "i8")
+        header["stalled"] = raw["stalled"]
+        header["n_rows"] = len(rows)
+        for j, request in enumerate(raw["requests"]):
+            where = f"status: request {j}"
+            _check_fields(request, ROW.names, where)
+            if request["state"] not in ("running", "waiting"):
+                raise InputError(f"{where}: state={request['state']!r:.60} must be running or waiting")
+            rows["state"][j] = RUNNING if request["state"] == "running" else WAITING
+            for name in ROW.names:
+                if name != "state":
+                    rows[name][j] = _whole(request[name], f"request {j}: {name}", ROW[name].str)
+        header["n_running"] = int((rows["state"] == RUNNING).sum())
         return cls(header, rows)
+
+
+def _check_fields(entries, names, where: str) -> None:
+    if not isinstance(entries, dict):
+        raise InputError(f"{where} is {entries!r:.60}, not an object of {', '.join(names)}")
+    for problem, found in (("missing", set(names) - set(entries)), ("unknown", set(entries) - set(names))):
+        if found:
+            raise InputError(f"{where}: {problem} {', '.join(sorted(found))}; its fields are {', '.join(names)}")
+
+
+def _seconds(value, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        raise InputError(f"status: {name}={value!r:.60} must be a finite number of seconds")
+    return float(value)
+
+
+def _whole(value, name: str, kind: str) -> int:
+    most = np.iinfo(kind).max
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= most:
+        raise InputError(f"status: {name}={value!r:.60} must be a whole number from 0 to {most}")
+    return value
 
 
 @compiled
@@ -190,98 +216,3 @@ def write_row(requests, r, state, rows, n):
     row.predicted = q.predicted
     row.blocks = q.blocks
     row.preemptions = q.preemptions
-
-
-@compiled
-def assumed_output(e, prompt, generated, predicted, extension):
-    """Output length assumed of a request: its prediction; once that is passed, ``extension`` more tokens than it has;
-    never more than the engine lets it have."""
-    output = predicted if generated < predicted else generated + extension
-    room = min(e.max_model_len, e.request_blocks * e.block_size + 1) - prompt
-    return max(min(output, room), generated + 1)
-
-
-@compiled
-def restore(engines, requests, running, batch, template, header, rows, extension):
-    """Make engine 0 of a scratch state (room for all rows) the engine that ``header`` and ``rows`` describe, with the
-    configuration and cost of ``template[0]`` and assumed output lengths. Request j is row j."""
-    engines[0] = template[0]
-    e = engines[0]
-    h = header[0]
-    e.now_s = h.taken_s
-    e.free_blocks = h.free_blocks
-    e.stalled = h.stalled
-    e.n_running = h.n_running
-    last = NONE
-    n = np.zeros(2, np.int64)
-    tokens = np.zeros(2, np.int64)
-    context = np.zeros(2, np.int64)
-    prefills = np.zeros(2, np.int64)
-    attention = np.zeros(2, np.float64)
-    for j in range(h.n_rows):
-        row = rows[j]
-        q = requests[j]
-        in_flight = row.scheduled_now + row.scheduled_next
-        q.prompt = row.prompt
-        q.output = assumed_output(e, row.prompt, row.generated, row.predicted, extension)
-        q.predicted = row.predicted
-        q.generated = row.generated
-        q.in_flight = in_flight
-        q.blocks = row.blocks
-        q.state = row.state
-        q.preemptions = row.preemptions
-        q.previous = NONE
-        q.next = NONE
-        q.router = 0
-        q.instance = 0
-        q.lost = 0
-        q.ready_s = h.taken_s
-        q.first_token_s = np.nan
-        q.finished_s = np.nan
-        if row.state == RUNNING:
-            q.computed = row.computed + in_flight
-            q.stale = 0
-            q.placeholders = (row.emits & 1) + (row.emits >> 1)
-            running[0, j] = j
-        else:
-            q.computed = 0
-            q.stale = in_flight
-            q.lost = row.computed
-            q.placeholders = 0
-            q.previous = last
-            if last == NONE:
-                e.waiting_head = j
-            else:
-                requests[last].next = j
-            last = j
-            e.n_waiting += 1
-            e.waiting_blocks += blocks_of(q.prompt + q.generated, e.block_size)
-        before = row.computed
-        known = row.prompt + row.generated
-        for slot in range(2):
-            new = row.scheduled_now if slot == 0 else row.scheduled_next
-            if new == 0:
-                continue
-            b = batch[0, slot, n[slot]]
-            b.request = j
-            b.tokens = new
-            b.emits = (row.emits >> slot) & 1
-            n[slot] += 1
-            tokens[slot] += new
-            context[slot] += before
-            if not (b.emits == 1 and new == 1 and before >= row.prompt and before + 1 == known):
-                prefills[slot] += 1
-                attention[slot] += new * float(before) + 0.5 * new * new
-            before += new
-            known += b.emits
-    e.waiting_tail = last
-    start_s = h.step_started_s
-    for slot in range(2):
-        if n[slot] == 0:
-            break
-        regime = 1 if prefills[slot] > 0 else 0
-        e.start_s[slot] = start_s
-        e.end_s[slot] = start_s + step_seconds(e.cost, regime, tokens[slot], n[slot], context[slot], attention[slot])
-        e.n_entries[slot] = n[slot]
-        e.n_in_flight += 1
-        start_s = e.end_s[slot]
