@@ -153,7 +153,7 @@ def paired_difference(summary: pd.DataFrame, metric: str, baseline: str, level: 
 def best_and_undecided(summary: pd.DataFrame, metric: str, level: float = 0.95) -> pd.DataFrame:
     """At each qps the policy of the lowest mean `metric`, and those that the seeds cannot tell from it.
 
-    Columns: `qps, best, mean, undecided` (a list of policies, empty where the best is clear of all others).
+    Columns: `qps, best, mean, undecided` (their names, empty where the best is clear of all others).
     With one seed nothing can be told apart, so all others are undecided.
     """
     means = over_seeds(summary, metric, level=level)
@@ -162,7 +162,7 @@ def best_and_undecided(summary: pd.DataFrame, metric: str, level: float = 0.95) 
         best = points.loc[points["mean"].idxmin()]
         at_qps = summary[summary["qps"] == qps]
         others = paired_difference(at_qps, metric, best["policy"], level)
-        rows.append((qps, best["policy"], best["mean"], list(others.loc[~others["clear"], "policy"])))
+        rows.append((qps, best["policy"], best["mean"], ", ".join(others.loc[~others["clear"], "policy"])))
     return pd.DataFrame(rows, columns=["qps", "best", "mean", "undecided"])
 
 

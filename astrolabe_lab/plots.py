@@ -4,7 +4,7 @@ Axes carry their units; TPOT and steps are drawn in milliseconds, all else in se
 Ito's, distinct to colour-blind readers, and every line also has a marker of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -75,22 +75,27 @@ def latency_vs_qps(
     return _titled(figure, f"{label.partition(' (')[0]} against load", band + finite)
 
 
-def difference_vs_qps(differences: pd.DataFrame, metric: str, baseline: str) -> go.Figure:
-    """What `measure.paired_difference` found: each policy's gap to the baseline with its interval, hollow if
-    unclear.
+def difference_vs_qps(
+    differences: pd.DataFrame, metric: str, baseline: str, order: Sequence[str] | None = None
+) -> go.Figure:
+    """Each policy's gap to the baseline with its interval, hollow where that holds zero.
 
-    `differences` has `policy, qps, mean, low, high, clear`; `metric` and `baseline` name what was compared.
+    `differences` is what `measure.paired_difference` found; `metric` and `baseline` name what was compared.
+    `order`, the policies as another figure drew them, keeps their colours.
     """
     require_columns(differences, ("policy", "qps", "mean", "low", "high", "clear"))
     label, scale = _axis(metric)
     figure = go.Figure(layout={"template": TEMPLATE})
     names = list(differences["policy"].unique())
+    order = list(order or names)
+    if missing := [name for name in names if name not in order]:
+        raise InputError(f"order lacks {listed(missing)}; it has {listed(order)}")
     spread = np.diff(np.sort(differences["qps"].unique())).min(initial=1.0) * 0.5
     for index, name in enumerate(names):
         rows = differences[differences["policy"] == name]
         shift = spread * ((index + 0.5) / len(names) - 0.5)  # side by side, or the bars hide one another
-        colour = COLOURS[index % len(COLOURS)]
-        symbol = SYMBOLS[index % len(SYMBOLS)]
+        at = order.index(name)
+        colour, symbol = COLOURS[at % len(COLOURS)], SYMBOLS[at % len(SYMBOLS)]
         figure.add_scatter(
             x=rows["qps"] + shift, y=rows["mean"] * scale, name=str(name), mode="markers",
             error_y={"array": (rows["high"] - rows["mean"]) * scale, "color": colour, "thickness": 1.5},

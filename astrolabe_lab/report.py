@@ -4,6 +4,7 @@ import html
 import json
 import re
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
@@ -141,7 +142,7 @@ class _Chapter:
 
     def _code(self, cell) -> str:
         code = f"<details><summary>code</summary><pre><code>{html.escape(cell.source)}</code></pre></details>"
-        return (code if cell.source.strip() else "") + "".join(self._output(output) for output in cell.outputs)
+        return (code if cell.source.strip() else "") + "".join(map(self._output, _merged(cell.outputs)))
 
     def _output(self, output) -> str:
         if output.output_type == "stream":
@@ -177,6 +178,18 @@ def _rendered(source: str) -> str:
             return f'<a href="{html.escape(self.safe_url(url))}">{html.escape(text or url)}</a>'
 
     return mistune.create_markdown(renderer=Renderer(escape=True), plugins=["table", "strikethrough"])(source)
+
+
+def _merged(outputs: list) -> list:
+    """The outputs with each stream in one piece: a kernel sends it in as many as it was flushed."""
+    merged = []
+    for output in outputs:
+        last = merged[-1] if merged else None
+        if last and output.output_type == last.output_type == "stream" and output.name == last.name:
+            last.text += output.text
+        else:
+            merged.append(copy(output))
+    return merged
 
 
 def _plain(text: str) -> str:

@@ -93,9 +93,7 @@ def _points(policies, qps, seeds) -> list[Point]:
     if isinstance(policies, str) or not isinstance(policies, (Mapping, Sequence)):
         raise InputError(f"policies={policies!r} should be a list, or a mapping from label to policy")
     by_label = isinstance(policies, Mapping)
-    named = (
-        list(policies.items()) if by_label else [(p if isinstance(p, str) else spec(p), p) for p in policies]
-    )
+    named = list(policies.items()) if by_label else [(p if isinstance(p, str) else spec(p), p) for p in policies]
     for _, policy in named:
         if isinstance(policy, str):
             parse(policy)  # a misspelt one is told now, not in the middle of the sweep
@@ -103,9 +101,7 @@ def _points(policies, qps, seeds) -> list[Point]:
         if not values:
             raise InputError(f"{name} is empty: a sweep needs at least one")
         if repeated := {str(value) for value in values if values.count(value) > 1}:
-            raise InputError(
-                f"{name} holds {', '.join(sorted(repeated))} more than once: label each or drop it"
-            )
+            raise InputError(f"{name} holds {', '.join(sorted(repeated))} more than once: label each or drop it")
     return [Point(label, policy, q, s) for (label, policy), q, s in itertools.product(named, qps, seeds)]
 
 
@@ -151,7 +147,7 @@ def run_point(setting: Setting, point: Point) -> dict[str, object]:
     wall_s = time.perf_counter() - began
     qps = math.nan if point.qps is None else point.qps
     row = {"source": "simulated", "policy": point.label, "qps": qps, "seed": point.seed}
-    return row | summarise(results, by=[]).iloc[0].to_dict() | {"wall_s": wall_s}
+    return row | summarise(results, by=[]).to_dict("records")[0] | {"wall_s": wall_s}
 
 
 class _Progress:

@@ -86,6 +86,17 @@ def test_a_difference_that_holds_zero_is_hollow():
     assert not any(symbol.endswith("-open") for symbol in lines(figure)["least_loaded"].marker.symbol)
 
 
+def test_a_policy_keeps_its_colour_and_marker_when_the_baseline_is_left_out():
+    frame = summary(policies=("a", "b", "c"))
+    load = lines(plots.latency_vs_qps(frame))
+    gaps = lines(plots.difference_vs_qps(paired_difference(frame, "ttft_p99_s", "a"), "ttft_p99_s", "a", "abc"))
+    for name in "bc":
+        assert gaps[name].marker.color == load[name].line.color
+        assert gaps[name].marker.symbol[0].removesuffix("-open") == load[name].marker.symbol
+    with pytest.raises(InputError, match="order lacks c; it has a, b"):
+        plots.difference_vs_qps(paired_difference(frame, "ttft_p99_s", "a"), "ttft_p99_s", "a", "ab")
+
+
 def test_cdf_rises_to_one_at_the_slowest_request_and_counts_the_lost():
     frame = results()
     frame.loc[0, "status"] = "rejected"
@@ -138,9 +149,7 @@ def test_an_unreadable_schedule_is_refused():
         plots.schedule_chart(pd.concat([steps()] * 1001))
 
 
-@pytest.mark.parametrize(
-    "draw", [plots.latency_vs_qps, plots.cdf, plots.queue_animation, plots.schedule_chart]
-)
+@pytest.mark.parametrize("draw", [plots.latency_vs_qps, plots.cdf, plots.queue_animation, plots.schedule_chart])
 def test_a_frame_of_the_wrong_kind_is_refused_by_name(draw):
     with pytest.raises(InputError, match=r"frame lacks .*; it has colour"):
         draw(pd.DataFrame({"colour": [1]}))

@@ -19,9 +19,7 @@ v4 = nbformat.v4
 def figure_output(title="A figure"):
     figure = go.Figure(go.Bar(x=["a", "b"], y=[1, 2]), layout={"title": {"text": title}})
     figure.frames = [go.Frame(name="0", data=[{"type": "bar", "y": [2, 1]}])]
-    return v4.new_output(
-        "display_data", {report.PLOTLY: json.loads(figure.to_json()), "text/plain": "Figure({})"}
-    )
+    return v4.new_output("display_data", {report.PLOTLY: json.loads(figure.to_json()), "text/plain": "Figure({})"})
 
 
 def executed(*outputs, source="draw()"):
@@ -125,6 +123,13 @@ def test_code_and_logs_are_folded_and_terminal_colours_gone(folder, tmp_path):
     assert "<pre>red</pre>" in text
 
 
+def test_a_log_of_many_pieces_is_one_log(folder, tmp_path):
+    pieces = [v4.new_output("stream", name="stderr", text=f"run {n}\n") for n in range(3)]
+    text = page(folder(executed(*pieces, v4.new_output("stream", text="done"))), tmp_path)
+    assert text.count("<summary>log</summary>") == 1
+    assert "<pre>run 0\nrun 1\nrun 2\n</pre>" in text and "<pre>done</pre>" in text
+
+
 def test_the_table_of_contents_leads_to_every_section(folder, tmp_path):
     folder(v4.new_markdown_cell("# First\n## Part & one"), executed(), name="00_a")
     text = page(folder(v4.new_markdown_cell("# Second"), executed(), name="01_b"), tmp_path)
@@ -179,9 +184,7 @@ def test_a_failed_build_leaves_the_old_report(folder, tmp_path):
 @pytest.mark.browser
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium on the PATH")
 def test_a_browser_draws_every_figure_without_a_network(folder, tmp_path):
-    path = report.build(
-        folder(executed(figure_output("first"), figure_output("second"))), tmp_path / "r.html"
-    )
+    path = report.build(folder(executed(figure_output("first"), figure_output("second"))), tmp_path / "r.html")
     words = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
     words += [
         f"--user-data-dir={tmp_path / 'profile'}",

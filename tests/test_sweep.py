@@ -43,6 +43,7 @@ def test_there_is_one_row_per_run_in_the_order_asked(summary):
     assert summary[["policy", "qps", "seed"]].to_numpy().tolist() == [
         [p, q, s] for p in ("random", "least_loaded") for q in (6, 9) for s in (0, 1)
     ]
+    assert summary[["n", "ok", "preemptions"]].dtypes.eq("int64").all()
     assert set(summary.source) == {"simulated"} and (summary.n == 60).all() and (summary.wall_s > 0).all()
 
 
@@ -66,9 +67,7 @@ def test_a_point_does_not_depend_on_the_grid_around_it(summary):
 
 def test_every_policy_sees_the_same_requests_at_a_seed_and_others_at_another():
     twice = sweep("sharegpt_like", {"a": "random", "b": "random"}, [8], [0, 1], workers=1, **SMALL)
-    per_policy = [
-        measured(rows).drop(columns="policy").reset_index(drop=True) for _, rows in twice.groupby("policy")
-    ]
+    per_policy = [measured(rows).drop(columns="policy").reset_index(drop=True) for _, rows in twice.groupby("policy")]
     pd.testing.assert_frame_equal(*per_policy)
     assert twice.e2e_mean_s.nunique() == 2  # two seeds
 

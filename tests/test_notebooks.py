@@ -1,0 +1,141 @@
+"""Every notebook: its form, and that it runs from top to bottom without a browser."""
+
+import ast
+import json
+import os
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import nbformat
+import pandas as pd
+import pytest
+
+from astrolabe_lab.parameters import notebook_parameters
+from astrolabe_lab.report import PLOTLY, build
+from astrolabe_lab.run import run_notebook
+
+NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
+SMALL = {
+    "00_tour": {"requests": 120, "instances": 2, "qps": 4.0},
+    "02_engine": {"load_requests": 40, "check_requests": 12},
+    "03_dispatch_sweep": {"qps": [6.0, 9.0], "seeds": [0, 1], "requests": 80, "instances": 3},
+}
+FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
+
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+
+
+def code_cells(path):
+    return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+
+
+def markdown(path):
+    return [cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "markdown"]
+
+
+def test_no_notebook_is_left_out():
+    assert {path.stem for path in NOTEBOOKS} == set(SMALL)
+
+
+@each_notebook
+def test_it_is_stripped_of_outputs_and_of_what_papermill_noted(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert all(not cell.outputs and cell.execution_count is None for cell in code_cells(path))
+    assert set(notebook.metadata) <= {"kernelspec", "language_info"}
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert all(set(cell.metadata) <= {"tags"} for cell in notebook.cells)
+
+
+@each_notebook
+def test_it_opens_with_a_title_then_one_parameters_cell_then_the_setup(path):
+    assert markdown(path)[0].startswith(f"# {path.stem[:2]} · ")
+    tagged = [index for index, cell in enumerate(code_cells(path)) if "parameters" in cell.metadata.get("tags", [])]
+    assert tagged == [0]
+    assert "from astrolabe_lab import" in code_cells(path)[1].source
+
+
+@each_notebook
+def test_its_parameters_are_typed_plain_and_explained(path):
+    assert set(notebook_parameters(path))  # refuses anything derived
+    source = code_cells(path)[0].source
+    lines = source.splitlines()
+    for statement in ast.parse(source).body:
+        assert isinstance(statement, ast.AnnAssign), f"{ast.unparse(statement)} has no type"
+        assert "  # " in lines[statement.end_lineno - 1], f"{ast.unparse(statement)} has no comment"
+
+
+@each_notebook
+def test_its_code_cells_are_short_and_hide_nothing(path):
+    for cell in code_cells(path):
+        assert len(cell.source.splitlines()) < 15, cell.source
+        assert not [word for word in FORBIDDEN if word in cell.source], cell.source
+        paths = [n.value for n in ast.walk(ast.parse(cell.source)) if isinstance(n, ast.Constant)]
+        assert not [p for p in paths if isinstance(p, str) and p.startswith(("/", "~", "C:"))], cell.source
+
+
+@each_notebook
+def test_every_section_lets_the_reader_predict_before_it_explains(path):
+    text = "\n".join(markdown(path))
+    assert text.count("**Predict.**") >= 2
+    assert text.count("**Predict.**") <= text.count("**Explain.**")
+    assert text.index("**Predict.**") < text.index("**Explain.**")
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory):
+    """Runs a notebook at small parameters the first time it is asked for; returns the executed copy."""
+    outputs = tmp_path_factory.mktemp("outputs")
+
+    @cache
+    def run(name):
+        path = next(path for path in NOTEBOOKS if path.stem == name)
+        return run_notebook(path, SMALL[name], outputs / name, cell_timeout_s=280)
+
+    return run
+
+
+@each_notebook
+def test_it_runs_and_leaves_figures_frames_and_the_record_of_its_run(path, executed):
+    copy = executed(path.stem)
+    notebook = nbformat.read(copy, as_version=4)
+    shown = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in shown if output.output_type == "error"]
+    assert [output for output in shown if PLOTLY in output.get("data", {})]
+    assert copy.stat().st_size < 2_000_000
+    noted = json.loads((copy.parent / "run.json").read_text())
+    assert noted["status"] == "ok" and noted["versions"]["python"] and noted["hardware"] and "seed" in noted
+    assert noted["parameters"] == notebook_parameters(path) | SMALL[path.stem]
+    assert noted["guesses"]
+    for name, rows in noted["rows"].items():
+        assert len(pd.read_parquet(copy.parent / name)) == rows
+
+
+def test_the_tour_runs_a_policy_of_its_own(executed):
+    results = pd.read_parquet(executed("00_tour").with_name("results.parquet"))
+    assert "FewestTokensOfTwo" in set(results.policy)
+    assert (results.groupby("policy").size() == SMALL["00_tour"]["requests"]).all()
+
+
+def test_the_engine_notebook_never_claims_a_comparison_that_was_not_made(executed):
+    differences = pd.read_parquet(executed("02_engine").with_name("differences.parquet"))
+    text = executed("02_engine").read_text()
+    if find_spec("vllm"):
+        assert len(differences) == 4 and differences.steps.min() > 100
+        assert (differences[["different_steps", "different_preemptions"]] == 0).all(axis=None)
+    else:
+        assert differences.empty
+        assert "vLLM is not installed here, so nothing was compared" in text and "make vllm" in text
+
+
+def test_the_sweep_has_every_run_of_its_grid(executed):
+    summary = pd.read_parquet(executed("03_dispatch_sweep").with_name("summary.parquet"))
+    assert len(summary) == 6 * 2 * 2 and not summary.duplicated(["policy", "qps", "seed"]).any()
+
+
+def test_together_they_make_one_report(executed, tmp_path):
+    text = build([executed(name) for name in SMALL], tmp_path / "report.html").read_text()
+    titles = [title.removeprefix("# ") for path in NOTEBOOKS for title in [markdown(path)[0].splitlines()[0]]]
+    assert all(title in text for title in titles)
+    assert os.listdir(tmp_path) == ["report.html"]
