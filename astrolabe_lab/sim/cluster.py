@@ -15,7 +15,7 @@ from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream
 from astrolabe_lab.sim import kernel, twin, view
 from astrolabe_lab.sim.config import EngineConfig
-from astrolabe_lab.sim.engine import check_progress, load_requests, outcome_frame
+from astrolabe_lab.sim.engine import check_progress, load_requests, outcomes
 from astrolabe_lab.sim.observe import observe, reveal
 from astrolabe_lab.sim.signals import SIGNALS, read_signals
 from astrolabe_lab.sim.state import ENGINE, FAILED, NONE, configure, new_state
@@ -151,7 +151,6 @@ class _Run:
         predicted = trace["predicted_tokens"].to_numpy() if "predicted_tokens" in trace else None
         load_requests(self.state, trace["prompt_tokens"].to_numpy(), trace["output_tokens"].to_numpy(), predicted)
         self.state.requests["router"] = np.arange(len(trace)) % control.routers
-        self.known = self._known(trace)
         self.templates = np.zeros(n, ENGINE)
         for template, config, believed in zip(self.templates, configs, predictor_costs, strict=True):
             configure(template, config, believed.array)
@@ -227,6 +226,7 @@ class _Run:
 
     def decide_all(self, progress):
         total = len(self.arrived)
+        self.known = self._known(self.trace)
         queries = (self.arrived + self.control.tag_s).tolist()
         report = max(1, total // 50)
         a = 0
@@ -514,25 +514,17 @@ class _Run:
 
     def frame(self, name: str, seed: int):
         """The result frame: the trace's columns, then the outcome's."""
-        outcome = outcome_frame(self.trace, self.state)
+        import pandas as pd
+
+        outcome = outcomes(self.arrived, self.state)
+        status = outcome.pop("status")
         instance = self.state.requests["instance"].astype(np.int64)
-        frame = self.trace.copy()
-        frame["instance"] = instance
-        for column in (
-            "first_token_s",
-            "finished_s",
-            "ttft_s",
-            "tpot_s",
-            "e2e_s",
-            "generated_tokens",
-            "preemptions",
-        ):
-            frame[column] = outcome[column].to_numpy()
-        frame["predicted_e2e_s"] = self.predicted_e2e
-        frame["decision_s"] = np.where(instance < 0, np.nan, self.decision_s)
-        frame["status"] = outcome["status"].to_numpy()
-        frame["source"] = "simulated"
-        frame["policy"] = name
-        frame["seed"] = seed
-        frame.attrs = {}
-        return frame
+        decided = {
+            "predicted_e2e_s": self.predicted_e2e,
+            "decision_s": np.where(instance < 0, np.nan, self.decision_s),
+            "status": status,
+            "source": "simulated",
+            "policy": name,
+            "seed": seed,
+        }
+        return pd.DataFrame({**self.trace, "instance": instance, **outcome, **decided}, index=self.trace.index)

@@ -65,7 +65,8 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
         if state.engines["log_rows"][0] <= rows or not log:
             break
         rows = int(state.engines["log_rows"][0])  # preemptions made more steps than estimated
-    results = outcome_frame(trace, state)
+    given = {name: trace[name] for name in ("rid", "arrived_s", "prompt_tokens", "output_tokens")}
+    results = pd.DataFrame(given | outcomes(trace["arrived_s"].to_numpy(), state))
     if not log:
         return results, None
     rids = trace["rid"].to_numpy()
@@ -78,32 +79,26 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
     return results, steps
 
 
-def outcome_frame(trace, state: State):
-    """The outcome columns of every request of ``trace``, whose row order is the state's request order."""
-    import pandas as pd
-
+def outcomes(arrived_s, state: State) -> dict[str, np.ndarray]:
+    """The outcome columns of every request (see ``run_one``), in the state's order; NaN where there is no outcome."""
     q = state.requests
-    arrived = trace["arrived_s"].to_numpy()
     ok = q["state"] == FINISHED
     generated = q["generated"].astype(np.int64)
-    first = np.where(ok, q["first_token_s"], np.nan)
-    finished = q["finished_s"].copy()
-    with np.errstate(invalid="ignore", divide="ignore"):
-        tpot = np.where(ok & (generated > 1), (finished - first) / (generated - 1), np.nan)
-    status = np.where(ok, "ok", np.where(q["state"] == REJECTED, "rejected", "failed"))
-    return pd.DataFrame(
-        {
-            "rid": trace["rid"].to_numpy(),
-            "arrived_s": arrived,
-            "prompt_tokens": trace["prompt_tokens"].to_numpy(),
-            "output_tokens": trace["output_tokens"].to_numpy(),
-            "first_token_s": first,
-            "finished_s": finished,
-            "ttft_s": first - arrived,
-            "tpot_s": tpot,
-            "e2e_s": np.where(ok, finished - arrived, np.nan),
-            "generated_tokens": generated,
-            "preemptions": q["preemptions"].astype(np.int64),
-            "status": status,
-        }
-    )
+    first_token_s = np.where(ok, q["first_token_s"], np.nan)
+    finished_s = q["finished_s"].copy()
+    tpot_s = np.full(len(q), np.nan)
+    several = ok & (generated > 1)
+    tpot_s[several] = (finished_s[several] - first_token_s[several]) / (generated[several] - 1)
+    status = np.full(len(q), "failed", dtype=object)
+    status[ok] = "ok"
+    status[q["state"] == REJECTED] = "rejected"
+    return {
+        "first_token_s": first_token_s,
+        "finished_s": finished_s,
+        "ttft_s": first_token_s - arrived_s,
+        "tpot_s": tpot_s,
+        "e2e_s": np.where(ok, finished_s - arrived_s, np.nan),
+        "generated_tokens": generated,
+        "preemptions": q["preemptions"].astype(np.int64),
+        "status": status,
+    }
