@@ -1,4 +1,4 @@
-"""Small clusters for the tests: traces that fill them, engines short of memory, and a policy that records what it sees."""
+"""Small clusters for tests: traces that fill them, engines short of memory, a policy that records what it sees."""
 
 import copy
 import math

@@ -4,6 +4,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
+import pandas as pd
 import pytest
 from clusters import AMPLE, COST, POLICIES, TIGHT, Spy, requests, same, short_trace, status_time
 
@@ -79,41 +80,18 @@ def test_signals_and_ledger_are_those_of_the_outcome(plane, policy):
 @pytest.mark.parametrize("plane", PLANES)
 @pytest.mark.parametrize("policy", ["po2_requests", "astrolabe:k=2"])
 def test_the_ledger_never_goes_negative_and_returns_to_zero(policy, plane, faults):
-    late = requests([1000.0] * 12, 5, 3)
-    trace = short_trace(220, 60)
-    trace = np.asarray(trace.arrived_s), trace
-    joined = requests(
-        np.r_[trace[0], late.arrived_s],
-        np.r_[trace[1].prompt_tokens, late.prompt_tokens],
-        np.r_[trace[1].output_tokens, late.output_tokens],
-        np.r_[trace[1].predicted_tokens, late.predicted_tokens],
-    )
+    trace = pd.concat([short_trace(220, 60), requests([1000.0] * 12, 5, 3)]).assign(rid=range(232))
     spy = Spy(policy)
-    result = run(joined, spy, PLANES[plane], engine=TIGHT, faults=faults)
+    result = run(trace, spy, PLANES[plane], engine=TIGHT, faults=faults)
     for decision in spy.seen:
-        for name in (
-            "in_flight",
-            "in_flight_tokens",
-            "running",
-            "waiting",
-            "pending_tokens",
-            "age_s",
-            "waiting_blocks",
-        ):
+        for name in decision.signals.dtype.names:
             assert (decision.signals[name] >= 0).all(), name
         assert (decision.signals["free_blocks"] <= decision.signals["total_blocks"]).all()
-    last = {}
-    for decision in spy.seen:  # the first decision of each router after everything has ended
-        if decision.request.arrived_s == 1000.0:
-            last.setdefault(decision.router, decision)
-    assert len(last) == PLANES[plane].routers
-    for decision in last.values():
-        seen_s = decision.request.arrived_s
-        open_now = (result.arrived_s < seen_s) & (result.finished_s > seen_s)
-        assert not open_now.any()
-        first = decision is min(last.values(), key=lambda d: d.request.rid)
-        if first or PLANES[plane].routers > 1:
-            assert (decision.signals["in_flight"] == 0).all() and (decision.signals["in_flight_tokens"] == 0).all()
+    assert (result.finished_s[:220] < 1000.0).all()
+    first = {d.router: d for d in reversed(spy.seen) if d.request.arrived_s == 1000.0}  # each router's, all else ended
+    assert len(first) == PLANES[plane].routers
+    for decision in first.values():
+        assert (decision.signals["in_flight"] == 0).all() and (decision.signals["in_flight_tokens"] == 0).all()
     assert set(result.status) <= {"ok", "rejected", "failed"} and result.finished_s.notna().all()
 
 
@@ -159,7 +137,7 @@ def test_stale_statuses_make_policies_herd(policy):
 
 
 def test_a_lone_router_with_true_lengths_predicts_from_a_stale_status_as_from_a_fresh_one():
-    """It knows all that was sent since: what a status of 100 s ago implies for now is what now shows, to the last bit."""
+    """It knows all that was sent since: what a status of 100 s ago implies for now is what now shows, bit for bit."""
     trace = short_trace(1200, 60, lengths="oracle")
     trace = trace[~TIGHT.rejects(trace.prompt_tokens, trace.output_tokens)]
     fresh = run(trace, "astrolabe:k=all", **HERD)
@@ -302,7 +280,7 @@ def test_an_ideal_plane_written_out_is_the_ideal_plane():
     [
         (
             lambda: ControlPlane(status_interval_s=-1),
-            "control plane: status_interval_s=-1 must be a finite number >= 0",
+            "status_interval_s=-1 must be a finite number >= 0",
         ),
         (lambda: ControlPlane(tag_s="5ms"), "control plane: tag_s='5ms' must be"),
         (lambda: ControlPlane(tag_s=float("nan")), "control plane: tag_s=nan must be"),

@@ -1,8 +1,9 @@
 """The compiled twins are the policy objects, draw for draw: the same frame to the last bit."""
 
 import pytest
-from clusters import AMPLE, COST, TIGHT, sharegpt_trace, short_trace
+from clusters import AMPLE, COST, TIGHT, same, sharegpt_trace, short_trace
 
+from astrolabe_lab import policies
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.policies import Astrolabe
 from astrolabe_lab.sim import twin
@@ -40,12 +41,10 @@ SETTINGS = {
 
 def both(policy, trace, **settings):
     """The frames of the twin and of the object, asserted equal; returns one."""
-    import pandas as pd
-
     settings = {"instances": INSTANCES, "cost": COST, **settings}
     compiled = simulate(trace, policy, compiled=True, **settings)
     called = simulate(trace, policy, compiled=False, **settings)
-    pd.testing.assert_frame_equal(compiled, called, check_exact=True)
+    same(compiled, called)
     return compiled
 
 
@@ -94,10 +93,7 @@ def test_k_of_all_equals_full_fan_out():
 
 
 def test_only_these_have_twins_and_only_under_an_ideal_control_plane():
-    for policy in BLIND + ASTROLABE:
-        from astrolabe_lab import policies
-
-        assert twin.twin_of(policies.parse(policy)) is not None
+    assert all(twin.twin_of(policies.parse(policy)) is not None for policy in BLIND + ASTROLABE)
     assert twin.twin_of(Astrolabe(2, lambda p: p.ttft_s)) is None
 
     class Mine(Astrolabe):
@@ -106,14 +102,10 @@ def test_only_these_have_twins_and_only_under_an_ideal_control_plane():
         def choose(self, request, cluster, rng):
             return 0
 
+    def run(policy, **settings):
+        return simulate(short_trace(30, 40), policy, instances=3, engine=TIGHT, cost=COST, **settings)
+
     assert twin.twin_of(Mine()) is None
-    result = simulate(short_trace(30, 40), Mine(), instances=3, engine=TIGHT, cost=COST)
-    assert set(result.instance) == {0}
-    delayed = simulate(
-        short_trace(30, 40), "least_loaded", instances=3, engine=TIGHT, cost=COST, control=ControlPlane(tag_s=0.5)
-    )
-    assert (delayed.decision_s == 0.5).all()
-    stopped = simulate(
-        short_trace(30, 40), "least_loaded", instances=3, engine=TIGHT, cost=COST, faults=[Outage(1, 0.0)]
-    )
-    assert 1 not in set(stopped.instance)
+    assert set(run(Mine()).instance) == {0}
+    assert (run("least_loaded", control=ControlPlane(tag_s=0.5)).decision_s == 0.5).all()
+    assert 1 not in set(run("least_loaded", faults=[Outage(1, 0.0)]).instance)
