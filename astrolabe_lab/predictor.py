@@ -121,7 +121,7 @@ class Predictor:
     assumed to end ``extension_tokens`` later (the paper's rule: 10)."""
 
     def __init__(self, engine: EngineConfig, cost, extension_tokens: int = EXTENSION_TOKENS):
-        if not isinstance(extension_tokens, int) or extension_tokens < 1:
+        if isinstance(extension_tokens, bool) or not isinstance(extension_tokens, int) or extension_tokens < 1:
             raise InputError(f"extension_tokens={extension_tokens!r} must be a whole number >= 1")
         self.engine = engine
         self.cost = cost

@@ -7,6 +7,7 @@ from astrolabe_lab.cost import Regime, StepCost
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.engine import EngineConfig, load_requests
 from astrolabe_lab.sim.state import NONE, new_state
+from astrolabe_lab.sim.status import HEADER, ROW, Status, write_status
 
 KINDS = ("v1", "v1_unchunked", "v1_async", "v1_async_unchunked", "v0_chunked", "v0_prefill_first")
 SYNCHRONOUS = tuple(kind for kind in KINDS if "async" not in kind)
@@ -123,6 +124,12 @@ class Engine:
         self.deliver_until(np.inf)
         self.advance(np.inf, leaps)
         return self
+
+    def status(self, now_s):
+        """The engine's Status at ``now_s``, up to which it has been advanced."""
+        header, rows = np.zeros(1, HEADER), np.zeros(len(self.trace), ROW)
+        assert write_status(*self.state[:4], 0, now_s, header, rows)
+        return Status(header, rows[: int(header["n_rows"][0])].copy())
 
     def outcome(self):
         """What must not depend on how the engine was driven: per request, and the engine's counters."""

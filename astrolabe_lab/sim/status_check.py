@@ -114,7 +114,7 @@ def flaw_of(e, row):
         if row.blocks < blocks_of(needed, e.block_size):
             return BLOCKS
         return SOUND
-    if row.scheduled_now > 0 and (e.depth < 2 or row.preemptions == 0 or row.scheduled_next > 0):
+    if row.scheduled_next > 0 or (row.scheduled_now > 0 and (e.depth < 2 or row.preemptions == 0)):
         return ASYNCHRONOUS
     if row.blocks > 0 or (row.scheduled_now == 0 and row.computed > 0):
         return NOT_WAITING
