@@ -237,7 +237,8 @@ def test_a_missing_and_an_unknown_field_are_named():
 
 STRANGE = [
     None, True, False, "", "3", "running", "waiting", [], {}, [1], -1, 0, 1, 2, 3, 7, 16, 17, 64, 0.5, 3.0,
-    1e308, -1e308, 2**31 - 1, 2**31, 2**32 + 1, 2**63 - 1, 2**63, 10**400, -(2**31), math.nan, math.inf, -math.inf, "NaN", "é\x00",
+    1e308, -1e308,
+    2**31 - 1, 2**31, 2**32 + 1, 2**63 - 1, 2**63, 10**400, -(2**31), math.nan, math.inf, -math.inf, "NaN", "é\x00",
 ]  # fmt: skip
 
 
