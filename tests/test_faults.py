@@ -124,6 +124,19 @@ def test_an_instance_returns_empty_and_is_used_again(on_stop):
     assert (result[result.arrived_s > 10.2].instance == 1).any()
 
 
+def test_an_instance_that_is_back_says_so_and_the_others_statuses_stay_as_old_as_they_are():
+    trace = requests(np.arange(40) * 0.5 + 0.1, 20, 30)
+    spy = Spy("round_robin")
+    run(trace, spy, [Outage(1, 5.2, 10.2)], instances=3, cost=COST, control=ControlPlane(status_interval_s=8.0))
+    for decision in spy.seen:
+        now_s = decision.request.arrived_s
+        for x in decision.signals:
+            taken_s = 10.2 if x["instance"] == 1 and 10.2 <= now_s < 16.0 else now_s // 8.0 * 8.0
+            assert x["age_s"] == pytest.approx(now_s - taken_s)
+            if taken_s == 10.2:
+                assert (x["running"], x["waiting"], x["free_blocks"]) == (0, 0, x["total_blocks"])
+
+
 def test_what_was_there_is_dispatched_again_in_order_and_goes_elsewhere():
     trace = requests(np.arange(12) * 0.1, 5, 30)
     spy = Spy("round_robin")
