@@ -93,6 +93,19 @@ def test_a_stale_status_with_the_dispatches_since_predicts_the_outcome_too(kind)
             )
 
 
+def test_an_asynchronous_engine_that_waits_for_its_step_is_restored_waiting():
+    # The first request's only token is in flight, so nothing was scheduled behind it: both others join at its end.
+    trace = frame([0.0, 0.4, 0.7], 4, [1, 3, 3])
+    config = EngineConfig(async_scheduling=True)
+    engine = Engine(trace.iloc[:2], config, CONSTANT, predicted=[1, 3])
+    engine.deliver_until(0.5)
+    engine.advance(0.5)
+    status = engine.status(0.5)
+    assert status.header["stalled"][0] == 1 and status.waiting == 1
+    predicted = Predictor(config, CONSTANT).predict(status, request_of(trace, 2))
+    assert (predicted.ttft_s, predicted.e2e_s) == outcome_of_last(trace, config, CONSTANT)[:2]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_metric_alone_is_that_of_the_whole_prediction(kind):
     for seed in range(WORKLOADS):
