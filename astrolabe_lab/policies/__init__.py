@@ -80,7 +80,7 @@ def spec(policy) -> str:
         if type(policy) is kind:
             shown = [(f.name, getattr(policy, f.name)) for f in fields(kind) if f.repr]
             options = [
-                f"{key}={_text(value)}"
+                f"{key}={'all' if key == 'k' and value == 0 else _text(value)}"
                 for key, value in shown
                 if key in ("k", "variant") or value != kind.__dataclass_fields__[key].default
             ]

@@ -156,7 +156,7 @@ class _Run:
             configure(template, config, believed.array)
         self.configs = configs
         self.scratch = new_state(configs[:1], [costs[0].array], 256)._replace(
-            running=np.zeros((1, self.state.running.shape[1]), np.int32),
+            running=np.zeros((1, self.state.running.shape[1]), np.uint32),
             batch=np.zeros_like(self.state.batch[:1]),
         )
         self.control = control

@@ -83,6 +83,7 @@ def schedule(engines, requests, running, batch, done, log, i):
         )
     if n == 0:
         k = 0
+        spare = e.free_blocks
         while k < e.n_running and budget > 0:
             r = running[i, k]
             q = requests[r]
@@ -90,6 +91,23 @@ def schedule(engines, requests, running, batch, done, log, i):
             known = q.prompt + q.generated + q.placeholders
             if q.placeholders > 0 and computed + 2 - q.placeholders >= q.prompt + q.output:
                 k += 1  # asynchronous: the batch in flight brings its last token
+                continue
+            if computed + 1 == known and computed >= q.prompt and spare > 0:  # a decode that finds its block
+                if computed == q.blocks * block_size:
+                    e.free_blocks -= 1
+                    spare -= 1
+                    q.blocks += 1
+                b = batch[i, slot, n]
+                b.request = r
+                b.tokens = 1
+                b.emits = 1
+                n += 1
+                k += 1
+                q.computed = computed + 1
+                q.in_flight += 1
+                q.placeholders += 1
+                budget -= 1
+                context += computed
                 continue
             new = min(known - computed, budget)
             new = min(new, last_position - computed)
@@ -132,6 +150,7 @@ def schedule(engines, requests, running, batch, done, log, i):
             q.placeholders += b.emits
             budget -= new
             context += computed
+            spare = e.free_blocks
             if not decode:
                 prefills += 1
                 attention += new * float(computed) + 0.5 * new * new

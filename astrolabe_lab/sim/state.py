@@ -45,11 +45,12 @@ REQUEST = np.dtype(
         ("ready_s", "f8"),
         ("first_token_s", "f8"),
         ("finished_s", "f8"),
+        ("padding", "i8", (4,)),  # to 128 bytes: a whole number of cache lines
     ],
     align=True,
 )
 
-ENTRY = np.dtype([("request", "i4"), ("tokens", "i4"), ("emits", "i4")], align=True)
+ENTRY = np.dtype([("request", "u4"), ("tokens", "i4"), ("emits", "i4")], align=True)
 
 ENGINE = np.dtype(
     [
@@ -123,7 +124,7 @@ class State(NamedTuple):
 
     engines: np.ndarray  # (N,) ENGINE
     requests: np.ndarray  # (R,) REQUEST
-    running: np.ndarray  # (N, S) int32
+    running: np.ndarray  # (N, S) uint32
     batch: np.ndarray  # (N, 2, S) ENTRY
     done: np.ndarray  # (N, routers, 2) int64
     log: np.ndarray  # (L,) LOG
@@ -144,7 +145,7 @@ def new_state(
     return State(
         engines,
         requests,
-        np.zeros((len(configs), seats), np.int32),
+        np.zeros((len(configs), seats), np.uint32),
         np.zeros((len(configs), 2, seats), ENTRY),
         np.zeros((len(configs), routers, 2), np.int64),
         np.zeros(log_rows, LOG),
