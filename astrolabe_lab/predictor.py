@@ -190,7 +190,7 @@ class Predictor:
                     f"dispatch ({ready_s}, {prompt}, {predicted}) must be (finite ready_s, prompt_tokens >= 1, "
                     "predicted_tokens >= 0)"
                 )
-        return np.array(dispatches, PENDING)
+        return np.array([tuple(dispatch) for dispatch in dispatches], PENDING)
 
     def _why_not(self, request: Request) -> str:
         total = request.prompt_tokens + request.predicted_tokens

@@ -230,7 +230,8 @@ def test_a_dispatch_that_can_never_run_delays_nobody():
 def test_a_dispatch_of_unknown_length_is_extended_like_any_other():
     config = EngineConfig(max_num_seqs=1)
     predictor, status = Predictor(config, CONSTANT), empty_status(0.0, config)
-    assert predictor.predict(status, Request(0, 0.0, 8, 4), dispatched=[(0.0, 8, 0)]).ttft_s == 10 + 1
+    for dispatch in ((0.0, 8, 0), [0.0, 8, 0]):
+        assert predictor.predict(status, Request(0, 0.0, 8, 4), dispatched=[dispatch]).ttft_s == 10 + 1
 
 
 @pytest.mark.parametrize(
