@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import difflib
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from astrolabe_lab.errors import InputError
 
 MAX_TOKENS = 10**9
+MAX_SECONDS = 1e10  # Unix times in seconds fit; beyond, float64 can no longer tell microseconds apart
 _COUNT = (1, MAX_TOKENS, f"an integer from 1 to {MAX_TOKENS:,}")
 _NUMBERS = {
-    "rid": (0, 2**53, "an integer >= 0"),
-    "arrived_s": (0.0, float("inf"), "finite seconds >= 0"),
+    "rid": (0, 2**53 - 1, f"an integer >= 0, at most {2**53 - 1}"),  # what float64 holds exactly
+    "arrived_s": (0.0, MAX_SECONDS, f"finite seconds >= 0, at most {MAX_SECONDS:g}"),
     "prompt_tokens": _COUNT,
     "output_tokens": _COUNT,
     "predicted_tokens": _COUNT,
@@ -69,12 +71,15 @@ def check_columns(table: Table, keep):
 
 
 def as_floats(values):
-    """float64 of numbers or of their text; what is neither is NaN."""
+    """float64 of numbers or of their text; what is neither (nor are truth values, dates and lists) is NaN."""
     import numpy as np
 
     try:
+        if isinstance(values, np.ndarray) and values.dtype != object:
+            numbers = values.dtype.kind in "iufUST"
+            return values.astype(np.float64) if numbers else np.full(len(values), np.nan)
         if isinstance(values, np.ndarray):
-            return values.astype(np.float64)
+            return np.array([_float(value) for value in values], dtype=np.float64)
         return np.fromiter(map(float, values), dtype=np.float64, count=len(values))
     except (ValueError, TypeError, OverflowError):
         return np.array([_float(value) for value in values], dtype=np.float64)
@@ -82,7 +87,7 @@ def as_floats(values):
 
 def _float(value) -> float:
     try:
-        return float(value)
+        return float("nan") if hasattr(value, "dtype") and value.ndim or isinstance(value, bool) else float(value)
     except (ValueError, TypeError, OverflowError):
         return float("nan")
 
@@ -107,8 +112,9 @@ def _blocks(values):
     good = np.ones(len(values), dtype=bool)
     for i, row in enumerate(values):
         try:
-            blocks[i] = tuple(int(block) for block in row)
-            good[i] = min(blocks[i], default=0) >= 0
+            row = map(int, row.split()) if isinstance(row, str) else row
+            blocks[i] = tuple(map(operator.index, row))
+            good[i] = min(blocks[i], default=0) >= 0 and max(blocks[i], default=0) < 2**63
         except (ValueError, TypeError):
             blocks[i], good[i] = (), False
     return blocks, good

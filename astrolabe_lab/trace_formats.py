@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import gzip
 import io
 import json
+import os
+import stat
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,6 +26,7 @@ FORMATS = {
     "vidur": "Vidur lengths: num_prefill_tokens, num_decode_tokens, optionally arrived_at",
     "sharegpt": "ShareGPT JSON: a list (or a line each) of objects with 'conversations'",
 }
+MAX_UNPACKED = 2**30  # bytes of a gzip file; a small file can hold any number of them
 _AZURE = {"TIMESTAMP": "timestamp", "ContextTokens": "prompt_tokens", "GeneratedTokens": "output_tokens"}
 _VIDUR = {
     "num_prefill_tokens": "prompt_tokens",
@@ -66,6 +70,8 @@ def read(path: Path, format: str | None, tokenizer=None) -> Table:
 
 def _bytes(path: Path) -> bytes:
     try:
+        if stat.S_IFMT(os.stat(path).st_mode) in (stat.S_IFCHR, stat.S_IFBLK):
+            raise InputError(f"{path} is a device, which may never end: give a file")
         content = path.read_bytes()
     except IsADirectoryError:
         raise InputError(
@@ -79,12 +85,18 @@ def _bytes(path: Path) -> bytes:
         raise InputError(f"{path} cannot be read: {error.strerror}; check its permissions") from None
     if content.startswith(b"\x1f\x8b"):
         try:
-            content = gzip.decompress(content)
+            with gzip.open(io.BytesIO(content)) as packed:
+                content = packed.read(MAX_UNPACKED + 1)
+            if len(content) > MAX_UNPACKED:
+                raise InputError(
+                    f"{path} unpacks to more than {MAX_UNPACKED:,} bytes: if that is meant, gunzip it and give the "
+                    "plain file"
+                )
         except (EOFError, OSError, zlib.error) as error:
             raise InputError(
                 f"{path}: the gzip data is cut short or damaged ({error}); fetch the file again"
             ) from None
-    if not content.strip():
+    if not content.removeprefix(codecs.BOM_UTF8).strip():
         raise InputError(f"{path} is empty: a trace needs a header and at least one request")
     return content
 
@@ -190,8 +202,6 @@ def _named(table: Table, format: str | None, path: Path) -> Table:
     if "timestamp" in table.columns:
         table.columns = {"arrived_s": _seconds(table), **table.columns}
         del table.columns["timestamp"]
-    elif "prefix_blocks" in table.columns and table.format == "csv":
-        table.columns["prefix_blocks"] = [text.split() for text in table.columns["prefix_blocks"]]
     return table
 
 
@@ -202,6 +212,7 @@ def _seconds(table: Table):
 
     stamps = table.columns["timestamp"]
     times = pd.to_datetime(pd.Series(stamps), format="ISO8601", errors="coerce", utc=True)
+    times = times.where(times.between(pd.Timestamp("1970", tz="UTC"), pd.Timestamp("2200", tz="UTC")))  # fit in ns
     times = times.to_numpy(dtype="datetime64[ns]")
     unread = np.isnat(times)
     for i in np.flatnonzero(unread):
@@ -220,8 +231,8 @@ def _sharegpt(text: str, path: Path, count: Callable[[str], int], name: str) -> 
     for i, entry in enumerate(entries):
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         prompt = answer = ""
-        if isinstance(entry, json.JSONDecodeError):
-            bad[len(kept)] = f"not JSON ({entry.msg}), perhaps cut short"
+        if isinstance(entry, Exception):
+            bad[len(kept)] = f"not JSON ({_reason(entry)}), perhaps cut short"
         elif not isinstance(turns, list):
             bad[len(kept)] = "no list 'conversations' (allowed: an object with one)"
         elif len(turns) < 2:
@@ -243,22 +254,29 @@ def _sharegpt(text: str, path: Path, count: Callable[[str], int], name: str) -> 
     return Table("sharegpt", columns, lambda i: where(kept[i]), bad, attrs=attrs)
 
 
+_UNREADABLE = (ValueError, RecursionError)  # the latter for too many brackets
+
+
 def _json_entries(text: str, path: Path) -> tuple[list, Callable[[int], str]]:
     try:
         whole = json.loads(text)
         return (whole if isinstance(whole, list) else [whole]), lambda i: f"entry {i + 1}"
-    except json.JSONDecodeError as error:
+    except _UNREADABLE as error:
         if text.lstrip().startswith("["):
+            at = f", line {error.lineno}, column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
             raise InputError(
-                f"{path}, line {error.lineno}, column {error.colno}: not JSON ({error.msg}); is the file "
-                f"cut short? fetch it again"
+                f"{path}{at}: not JSON ({_reason(error)}); is the file cut short? fetch it again"
             ) from None
     entries, lines = [], []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines() also splits within JSON strings
         if line.strip():
             lines.append(number)
             try:
                 entries.append(json.loads(line))
-            except json.JSONDecodeError as error:
+            except _UNREADABLE as error:
                 entries.append(error)
     return entries, lambda i: f"line {lines[i]}"
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "msg", "") or str(error).partition(";")[0]
