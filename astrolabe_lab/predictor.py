@@ -121,8 +121,7 @@ class Predictor:
     assumed to end ``extension_tokens`` later (the paper's rule: 10)."""
 
     def __init__(self, engine: EngineConfig, cost, extension_tokens: int = EXTENSION_TOKENS):
-        if isinstance(extension_tokens, bool) or not isinstance(extension_tokens, int) or extension_tokens < 1:
-            raise InputError(f"extension_tokens={extension_tokens!r} must be a whole number >= 1")
+        check_extension(extension_tokens)
         self.engine = engine
         self.cost = cost
         self.extension_tokens = extension_tokens
@@ -198,6 +197,12 @@ class Predictor:
             return f"prompt + predicted output = {total} tokens exceed max_model_len={self.engine.max_model_len}"
         blocks = self.engine.request_blocks
         return f"prompt + predicted output = {total} tokens need more than the {blocks} KV blocks that one request can hold"
+
+
+def check_extension(tokens) -> None:
+    """Raise InputError for an ``extension_tokens`` that is none."""
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens < 2**31:
+        raise InputError(f"extension_tokens={tokens!r} must be a whole number >= 1, below 2**31")
 
 
 def empty_status(now_s: float, engine: EngineConfig) -> Status:

@@ -18,7 +18,7 @@ def stream(seed: int, name: str) -> np.random.Generator:
     The same pair gives the same draws in every process and on every platform; other names and other seeds are
     independent of it. In use: ``arrivals``, ``lengths``, ``noise``, ``policy``, ``trace``.
 
-    Raises InputError when ``seed`` is not an integer >= 0 or ``name`` is empty.
+    Raises InputError when ``seed`` is not an integer from 0 to 2**63 - 1 (what a column holds) or ``name`` is empty.
     """
     import numpy as np
 
@@ -26,8 +26,8 @@ def stream(seed: int, name: str) -> np.random.Generator:
         checked = operator.index(seed)
     except TypeError:
         checked = -1
-    if checked < 0 or isinstance(seed, bool):
-        raise InputError(f"seed={seed!r} is not usable: a seed is an integer >= 0, for example seed=0")
+    if not 0 <= checked < 2**63 or isinstance(seed, bool):
+        raise InputError(f"seed={seed!r} is not usable: a seed is an integer >= 0, below 2**63, for example seed=0")
     if not isinstance(name, str) or not name:
         raise InputError(
             f"stream name {name!r} is not usable: give a non-empty string, for example 'arrivals'"

@@ -5,12 +5,23 @@ from __future__ import annotations
 import copy
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from astrolabe_lab import policies
+from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.predictor import ADDED_DELAY, E2E, EXTENSION_TOKENS, METRICS, PENDING, TTFT, predict
+from astrolabe_lab.predictor import (
+    ADDED_DELAY,
+    E2E,
+    EXTENSION_TOKENS,
+    METRICS,
+    PENDING,
+    TTFT,
+    check_extension,
+    predict,
+)
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream
 from astrolabe_lab.sim import kernel, twin, view
@@ -24,6 +35,9 @@ from astrolabe_lab.sim.world import ControlPlane, LatencyNoise, Outage, Slowdown
 
 # At one instant: ends of faults before starts, so that one may follow another at once, then requests on their way.
 END, START, DISPATCH, ARRIVE, RETRY = range(5)
+
+MOST = 100_000  # instances
+CHUNK = 500  # requests dispatched between two chances for Ctrl-C: compiled code sees none
 
 ATTACH = "attach them with length.attach (on the command line: --lengths oracle, constant:N or noisy:REL)"
 
@@ -67,6 +81,11 @@ def simulate(
         )
     if isinstance(policy, str):
         policy = policies.parse(policy)
+    if not isinstance(control, ControlPlane):
+        raise InputError(f"control={control!r} is no ControlPlane; write control=ControlPlane(status_interval_s=0.1)")
+    if not isinstance(latency_noise, LatencyNoise):
+        raise InputError(f"latency_noise={latency_noise!r} is no LatencyNoise; write LatencyNoise(common=0.3)")
+    check_extension(extension_tokens)
     run = _Run(
         trace,
         policy,
@@ -94,8 +113,8 @@ def simulate(
 
 def _engines(instances, engine, cost, predictor_cost):
     """(configs, costs, predictor costs), one an instance."""
-    if isinstance(instances, bool) or not isinstance(instances, (int, np.integer)) or instances < 1:
-        raise InputError(f"instances={instances!r} must be a whole number >= 1")
+    if isinstance(instances, bool) or not isinstance(instances, (int, np.integer)) or not 1 <= instances <= MOST:
+        raise InputError(f"instances={instances!r} must be a whole number >= 1, at most {MOST:,}")
     if engine is None or cost is None:
         from astrolabe_lab.cost import preset
 
@@ -107,6 +126,9 @@ def _engines(instances, engine, cost, predictor_cost):
         if value is None:
             value = spread[1]
         values = list(value) if isinstance(value, (list, tuple)) else [value] * instances
+        kind, example = (EngineConfig, "EngineConfig()") if what == "engine" else (StepCost, "StepCost.parse(...)")
+        for wrong in (v for v in values if not isinstance(v, kind)):
+            raise InputError(f"{what}: {wrong!r} is no {kind.__name__}; give one for all, or one each: {example}")
         if len(values) != instances:
             raise InputError(f"{what}: {len(values)} given for {instances} instances; give one for all, or one each")
         spread.append(values)
@@ -129,6 +151,7 @@ class _Run:
 
     def __init__(self, trace, policy, engines, control, faults, seed, noise, extension, leaps):
         configs, costs, predictor_costs = engines
+        control = replace(control, routers=min(control.routers, len(trace)))  # more would get no request
         n = len(configs)
         if isinstance(policy, type):
             raise InputError(f"policy {policy.__name__} is a class; give an object of it: {policy.__name__}(...)")
@@ -209,9 +232,8 @@ class _Run:
         rows = np.zeros(total + 1 if kind == twin.ASTROLABE else 1, ROW)
         if kind == twin.ASTROLABE:
             self._room(total + 2)
-        chunk = total if progress is None else max(500, total // 50)
-        for first in range(0, total, max(1, chunk)):
-            last = min(first + chunk, total)
+        for first in range(0, total, CHUNK):
+            last = min(first + CHUNK, total)
             extra = twin.run(
                 self.state, self.arrived, first, last, kind, k, metric, extra, self.routers[0].rng, self.noise_rng,
                 float(self.noise.common), float(self.noise.candidate),
@@ -219,7 +241,7 @@ class _Run:
             )  # fmt: skip
             if progress:
                 progress(last, total)
-        kernel.advance_all(*self.state, np.inf, self.leaps)
+        self._drain()
         check_progress(self.state)
 
     # --- one decision at a time --------------------------------------------------------------------------------
@@ -240,10 +262,15 @@ class _Run:
             a += 1
             if progress and a % report == 0:
                 progress(a, total)
-        self._advance(np.inf)
+        self._drain()
         if progress:
             progress(total, total)
         check_progress(self.state)
+
+    def _drain(self) -> None:
+        """Run the engines to their ends, one by one: compiled code sees no Ctrl-C."""
+        for i in range(len(self.configs)):
+            kernel.advance(*self.state, i, np.inf, NONE, self.leaps)
 
     def _at(self, time_s: float, rank: int, act: Callable, *what) -> None:
         """Call ``act(time_s, *what)`` at that time; at one instant lower ranks come first, then those planned first."""
@@ -316,7 +343,7 @@ class _Run:
         """Refresh the reachable engines' signals and statuses as of the last multiple of the interval, unless done;
         called before anything happens at a later time."""
         interval_s = self.control.status_interval_s
-        at_s = np.floor(now_s / interval_s) * interval_s if interval_s > 0.0 else -np.inf
+        at_s = min(np.floor(now_s / interval_s) * interval_s, now_s) if interval_s > 0.0 else -np.inf
         if at_s > self.refreshed_s:
             self.refreshed_s = at_s
             self._advance(at_s)
@@ -430,7 +457,7 @@ class _Run:
     def _plan(self, faults, n: int) -> None:
         """Check the faults and plan their starts, detections and ends."""
         windows: dict[tuple, list] = {}
-        if isinstance(faults, (Outage, Slowdown)):
+        if not isinstance(faults, (list, tuple)):
             raise InputError(f"faults: {faults!r} is no list; write faults=[...]")
         for fault in faults:
             if not isinstance(fault, (Outage, Slowdown)):

@@ -2,13 +2,17 @@
 
 numba caches machine code on disk a function at a time and looks only at the file that holds the function: a change in
 a function that it calls from another file would go unnoticed. So the cache's folder is named after the contents of all
-files with compiled code. It lies beside them, or in the user's cache where they cannot be written.
+files with compiled code. It lies beside them, or in the user's cache where they cannot be written, or else in a
+temporary one.
 """
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import numba
@@ -23,16 +27,19 @@ def _cache_folder() -> str:
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     name = f"kernels-{digest.hexdigest()[:16]}"
-    beside = Path(__file__).parent / "__pycache__"
     if numba.config.CACHE_DIR:
         return str(Path(numba.config.CACHE_DIR) / name)
-    try:
-        beside.mkdir(exist_ok=True)
-        if os.access(beside, os.W_OK):
-            return str(beside / name)
-    except OSError:
-        pass
-    return str(Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "astrolabe_lab" / name)
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    for parent in (Path(__file__).parent / "__pycache__", Path(home) / "astrolabe_lab"):
+        try:
+            (parent / name).mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(parent / name, os.W_OK):
+            return str(parent / name)
+    folder = tempfile.mkdtemp(prefix="astrolabe_lab-")  # nobody else's: machine code is read from it
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 _FOLDER = _cache_folder()

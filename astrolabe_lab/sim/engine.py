@@ -7,9 +7,12 @@ import numpy as np
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.config import EngineConfig
-from astrolabe_lab.sim.state import FINISHED, NONE, REJECTED, State, new_state
+from astrolabe_lab.sim.state import FINISHED, INBOX, NONE, REJECTED, RUNNING, WAITING, State, new_state
 
 __all__ = ["EngineConfig", "run_one", "load_requests", "EngineStuckError"]
+
+
+MOST_LOG_ROWS = 50_000_000  # 3 GB
 
 
 class EngineStuckError(RuntimeError):
@@ -24,10 +27,13 @@ def load_requests(state: State, prompt, output, predicted=None) -> None:
 
 
 def check_progress(state: State) -> None:
-    """Raise EngineStuckError when an engine found nothing to schedule though requests were waiting."""
+    """Raise EngineStuckError when an engine found nothing to schedule though requests were waiting, and InputError
+    when requests have no end because their times are past what a float holds."""
     stuck = np.flatnonzero(state.engines["stuck"])
     if stuck.size:
         raise EngineStuckError(f"engine {stuck[0]} has requests waiting, none running, and cannot admit any")
+    if np.isin(state.requests["state"], (INBOX, WAITING, RUNNING)).any():
+        raise InputError("times grow past what a float can hold: give smaller step costs, delays or slowdowns")
 
 
 def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool = True, leaps: bool = False):
@@ -54,7 +60,13 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
         cost = preset("llama2-7b-a30").cost
     prompt = trace["prompt_tokens"].to_numpy()
     output = trace["output_tokens"].to_numpy()
-    rows = int((output + prompt // max(1, config.max_num_batched_tokens) + 4).sum()) if log else 0
+    served = ~config.rejects(prompt, output)
+    rows = int((output + prompt // config.max_num_batched_tokens + 4)[served].sum()) if log else 0
+    if rows > MOST_LOG_ROWS:
+        raise InputError(
+            f"run_one: the step log would have about {rows:,} rows, one a request and step, and may have "
+            f"{MOST_LOG_ROWS:,}; give fewer or shorter requests, or log=False"
+        )
     while True:
         state = new_state([config], [cost.array], len(trace), log_rows=rows)
         load_requests(state, prompt, output)

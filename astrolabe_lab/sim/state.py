@@ -137,7 +137,8 @@ def new_state(
     engines = np.zeros(len(configs), ENGINE)
     for engine, config, cost in zip(engines, configs, costs, strict=True):
         configure(engine, config, cost)
-    seats = max(c.max_num_seqs for c in configs)
+    # A Predictor may meet a request twice: in a stale status, and on its way again after an outage.
+    seats = min(max(c.max_num_seqs for c in configs), 2 * n_requests + 2)
     requests = np.zeros(n_requests, REQUEST)
     requests["previous"] = requests["next"] = NONE
     requests["instance"] = NONE
