@@ -1,16 +1,22 @@
 """Many jobs on a few processes, where a job that fails or kills its process is named.
 
 The standard library's process pool cannot say which job killed a worker; one pipe per worker can. Processes
-are spawned, never forked: compiled code and its threads do not survive a fork.
+are spawned, never forked: compiled code and its threads do not survive a fork. They do not run the main script
+again either, as spawned ones otherwise do: jobs travel by value, so nothing of it is needed there, and a script
+needs no `if __name__ == "__main__":`.
 """
 
 import contextlib
 import os
 import pickle
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, get_context
+from types import ModuleType
+
+import cloudpickle
 
 from .errors import InputError
 
@@ -61,7 +67,8 @@ def _spread(payload: bytes, names: list[str], workers: int) -> Iterator[tuple[in
         for _ in range(workers):
             ours, theirs = context.Pipe()
             process = context.Process(target=_work, args=(theirs,), daemon=True)
-            process.start()
+            with _unseen_main():
+                process.start()
             theirs.close()  # or the end of the worker would not end the pipe
             crew.append((ours, process))
         for pipe, process in crew:
@@ -88,6 +95,16 @@ def _spread(payload: bytes, names: list[str], workers: int) -> Iterator[tuple[in
             process.join(5)
 
 
+@contextlib.contextmanager
+def _unseen_main() -> Iterator[None]:
+    """Hides the main module, whose file a process started meanwhile would run."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
 def _work(pipe) -> None:
     """A worker: gets the job and its items, then runs those whose numbers come in and sends back
     (result, None) or (None, error)."""
@@ -108,12 +125,8 @@ def _work(pipe) -> None:
 
 
 def _pickled(value: object) -> bytes:
-    try:  # by value, so that a class or a lambda of a notebook cell reaches another process
-        import cloudpickle as pickler
-    except ImportError:
-        pickler = pickle
-    try:
-        return pickler.dumps(value)
+    try:  # by value, so that a class or a lambda of a script or a notebook cell reaches another process
+        return cloudpickle.dumps(value)
     except Exception as error:
         raise InputError(f"this cannot be sent to another process ({error}); use workers=1") from error
 
@@ -123,7 +136,4 @@ def _death(exitcode: int | None) -> str:
         names = {int(known): known.name for known in signal.Signals}
         hint = "; often it is memory: use fewer workers" if exitcode == -9 else ""
         return f"its process was killed by {names.get(-exitcode, f'signal {-exitcode}')}{hint}"
-    return (
-        f"its process ended early (exit code {exitcode}), see its message above; a script has to call this "
-        "under `if __name__ == '__main__':`"
-    )
+    return f"its process ended early (exit code {exitcode}), see its message above"
