@@ -2,7 +2,7 @@
 
 A command is a function of the parsed arguments that returns ``(record, text)``: the JSON object of ``--json``
 and what a person reads instead. While it runs, whatever is printed goes to stderr: stdout carries the result.
-Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted.
+Exit codes: 0 done, 1 failed, 2 wrong use, 130 interrupted, 143 terminated.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import sys
 
 from astrolabe_lab import __version__
@@ -36,21 +37,55 @@ class Help(argparse.HelpFormatter):
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; return its exit code."""
-    argv = sys.argv[1:] if argv is None else argv
+    _open_streams()
+    if is_process := argv is None:
+        argv = sys.argv[1:]
     as_json, debug = "--json" in argv, "--debug" in argv
     try:
         args = _parse(argv)
-        with contextlib.redirect_stdout(sys.stderr):
+        with _terminable(), contextlib.redirect_stdout(sys.stderr):
             record, text = args.command(args)
         return _say(_one_line_json(record) if as_json else text, 0)
     except InputError as error:
         return _fail(str(error), 2, as_json, debug)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as stop:
+        if is_process:  # what the libraries still have to say at exit is of no use
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        return 143 if isinstance(stop, Terminated) else 130
     except Exception as error:
         own = type(error).__module__.startswith("astrolabe_lab")
         message = str(error) if own else f"{type(error).__name__}: {error}"
         return _fail(message if own or debug else f"{message} (--debug shows where)", 1, as_json, debug)
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM has come: ends whatever runs as Ctrl-C does."""
+
+
+@contextlib.contextmanager
+def _terminable():
+    def end(*_):
+        raise Terminated
+
+    try:
+        before = signal.signal(signal.SIGTERM, end)
+    except ValueError:  # not the main thread, which alone gets signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _open_streams() -> None:
+    """Make stdout and stderr usable whatever the shell closed, and whatever letters a path or message holds."""
+    for name in ("stdin", "stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # also, the next file opened would become the file descriptor that is free
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+        elif name == "stdout" and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _parse(argv):

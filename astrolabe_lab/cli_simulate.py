@@ -8,6 +8,7 @@ import math
 import sys
 import threading
 import time
+from pathlib import Path
 
 from astrolabe_lab.errors import InputError
 
@@ -107,6 +108,8 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     from astrolabe_lab.sim.cluster import simulate as replay
 
     out = result.check_output(args.out)
+    if out.exists() and Path(args.trace).exists() and out.samefile(args.trace):
+        raise InputError(f"--out {out} is the trace itself, which the result would replace; give another name")
     policy = policies.parse(args.policy)
     engine, cost, preset = _engine_and_cost(args)
     control = _control(args)

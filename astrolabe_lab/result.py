@@ -37,12 +37,12 @@ def check_output(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> Path
     path = Path(path)
     if not path.name.endswith(suffixes):
         raise InputError(f"{path}: the name of the output must end in {' or '.join(suffixes)}")
-    if path.is_dir():
-        raise InputError(f"{path} is a folder; give the name of a file in it")
-    if not path.parent.is_dir():
-        raise InputError(f"{path}: the folder {path.parent} does not exist; create it first")
     probe = _partial(path)
     try:
+        if path.is_dir():
+            raise InputError(f"{path} is a folder; give the name of a file in it")
+        if not path.parent.is_dir():
+            raise InputError(f"{path}: the folder {path.parent} does not exist; create it first")
         probe.touch()
         probe.unlink()
     except OSError as error:
