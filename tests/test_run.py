@@ -145,17 +145,87 @@ def test_a_failing_cell_is_named_and_its_notebook_kept(notebook, tmp_path):
     path = notebook("before = 1", "1 / 0", "after = 1")
     with pytest.raises(NotebookError, match=r"lesson\.ipynb: cell 3 of 4 \(1 / 0\) failed: ZeroDivisionError"):
         run_notebook(path, out_dir=tmp_path / "out")
-    kept = nbformat.read(tmp_path / "out" / "lesson.ipynb", as_version=4)
+    kept = nbformat.read(tmp_path / "out" / "failed" / "lesson.ipynb", as_version=4)
     errors = [o.ename for c in kept.cells if c.cell_type == "code" for o in c.outputs if o.output_type == "error"]
     assert errors == ["ZeroDivisionError"]
-    noted = json.loads((tmp_path / "out" / "run.json").read_text())
+    noted = json.loads((tmp_path / "out" / "failed" / "run.json").read_text())
     assert noted["status"] == "failed" and "1 / 0" in noted["error"]
+
+
+SAVES = (
+    "import pandas as pd\nfrom astrolabe_lab import record\nout_dir = record.output_dir('lesson')",
+    "(out_dir / 'more').mkdir(exist_ok=True)\n(out_dir / 'more' / f'{name}.txt').write_text(name)",
+    "saved = record.save_run(out_dir, {'count': count}, **{name: pd.DataFrame({'x': [count]})})\nprint(saved)",
+    "1 / count",
+)
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def test_a_failed_run_stands_beside_the_last_good_one_and_leaves_it_whole(notebook, tmp_path):
+    path, out = notebook(*SAVES), tmp_path / "out"
+    executed = run_notebook(path, {"name": "good"}, out_dir=out)
+    good = {name: (out / name).read_bytes() for name in files(out)}
+    assert list(good) == ["good.parquet", "lesson.ipynb", "more/good.txt", "run.json"]
+    assert str(out / "run.json") in executed.read_text()  # what the notebook printed is where it lies now
+    with pytest.raises(NotebookError, match=r"see .*out/failed/lesson\.ipynb"):
+        run_notebook(path, {"name": "bad", "count": 0}, out_dir=out)
+    assert {name: (out / name).read_bytes() for name in good} == good
+    failed = ["bad.parquet", "lesson.ipynb", "more/bad.txt", "run.json"]
+    assert files(out) == sorted([*good, *(f"failed/{name}" for name in failed)])
+    assert json.loads((out / "failed" / "run.json").read_text())["parameters"] == {"count": 0}
+
+
+def test_a_good_run_replaces_the_one_before_and_clears_the_failed_one_but_no_file_of_others(notebook, tmp_path):
+    path, out = notebook(*SAVES), tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    (out / ".running.999999999").mkdir()  # of a run that was killed
+    with pytest.raises(NotebookError):
+        run_notebook(path, {"name": "bad", "count": 0}, out_dir=out)
+    for name in ("first", "second"):
+        run_notebook(path, {"name": name}, out_dir=out)
+    assert files(out) == ["lesson.ipynb", "more/second.txt", "notes.txt", "run.json", "second.parquet"]
+    assert not (out / "failed").exists() and not list(out.glob(".running*"))
+
+
+def test_saving_by_hand_leaves_no_frame_of_the_run_before(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    for name in ("first", "second"):
+        record.save_run(tmp_path, {}, **{name: pd.DataFrame({"x": [1]})})
+    assert files(tmp_path) == ["notes.txt", "run.json", "second.parquet"]
+
+
+def test_a_record_names_no_file_outside_its_folder(tmp_path):
+    (tmp_path / "outside.txt").write_text("mine")
+    (tmp_path / "in").mkdir()
+    record.note(tmp_path / "in", files=["../outside.txt"])
+    record.clear(tmp_path / "in")
+    assert files(tmp_path) == ["outside.txt"]
+
+
+def test_a_failing_cell_shows_its_error_and_no_word_of_the_kernels_own(notebook, tmp_path, capfd):
+    with pytest.raises(NotebookError):
+        run_notebook(notebook("1 / 0"), out_dir=tmp_path / "out")
+    assert "IPKernelApp" not in capfd.readouterr().err
+
+
+def test_relative_paths_start_beside_the_notebooks_folder(tmp_path, monkeypatch):
+    (tmp_path / "notebooks").mkdir()
+    (tmp_path / "trace.csv").touch()
+    for folder in (tmp_path, tmp_path / "notebooks"):
+        monkeypatch.chdir(folder)
+        assert record.input_file("trace.csv").samefile(tmp_path / "trace.csv")
+        with pytest.raises(InputError, match=rf"file gone\.csv does not exist: {tmp_path}/gone\.csv was looked for"):
+            record.input_file("gone.csv")
 
 
 def test_a_cell_over_its_time_limit_ends_the_run(notebook, tmp_path):
     with pytest.raises(NotebookError, match=r"cell 2 of 2 \(import time; time.sleep\(60\)\) ran over 2 s"):
         run_notebook(notebook("import time; time.sleep(60)"), out_dir=tmp_path / "out", cell_timeout_s=2)
-    assert json.loads((tmp_path / "out" / "run.json").read_text())["status"] == "failed"
+    assert json.loads((tmp_path / "out" / "failed" / "run.json").read_text())["status"] == "failed"
 
 
 def test_a_dead_kernel_is_told_apart_from_a_failing_cell(notebook, tmp_path):
