@@ -180,13 +180,17 @@ def _run(args):
 
 
 def _report(args):
-    from astrolabe_lab.report import build
+    from astrolabe_lab.report import build, failures
     from astrolabe_lab.result import check_output
 
     out = check_output(args.out, (".html",))
     build(args.folder, out)
+    failed = {str(path): why for path, why in failures(args.folder).items()}
+    for path, why in failed.items():
+        print(f"astrolabe: {path} is of a failed run: {why}", file=sys.stderr, flush=True)
     size = out.stat().st_size
-    return {"report": str(out), "bytes": size}, f"wrote {out} ({size / 1e6:.1f} MB, opens without a network)"
+    record = {"report": str(out), "bytes": size, "failed": failed}
+    return record, f"wrote {out} ({size / 1e6:.1f} MB, opens without a network)"
 
 
 def _policies(args):

@@ -2,10 +2,12 @@
 
 import html
 import json
+import math
 import re
 from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass, field
+from functools import cached_property
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -27,14 +29,19 @@ th,td{padding:.25em .7em;border-bottom:1px solid #ddd;text-align:left;vertical-a
 nav{background:#f6f8fa;padding:1em 1.5em;border-radius:4px}nav ul{margin:.2em 0;padding-left:1.2em}
 blockquote{border-left:4px solid #56B4E9;margin-left:0;padding-left:1em;color:#444}
 .figure{margin:1em 0}img{max-width:100%}
+.failed{background:#fdf0e9;border-left:4px solid #D55E00;padding:.7em 1em;border-radius:4px}
+.mark{color:#B34700;font-weight:600}.dead{color:#888}
 """
 DRAW = """
 for (const holder of document.querySelectorAll('.figure')) {
-  const figure = JSON.parse(holder.querySelector('script').textContent);
   const plot = document.createElement('div');
   holder.append(plot);
-  Plotly.newPlot(plot, {data: figure.data, layout: figure.layout, frames: figure.frames || [],
-                        config: {responsive: true, displaylogo: false}});
+  const fail = error => { plot.textContent = 'This figure cannot be drawn: ' + error; };
+  try {
+    const figure = JSON.parse(holder.querySelector('script').textContent);
+    Plotly.newPlot(plot, {data: figure.data, layout: figure.layout, frames: figure.frames || [],
+                          config: {responsive: true, displaylogo: false}}).catch(fail);
+  } catch (error) { fail(error); }
 }
 """
 
@@ -44,9 +51,10 @@ def build(notebooks: str | Path | Iterable[str | Path], out: str | Path) -> Path
 
     `notebooks` is a folder, searched through for executed notebooks in the order of their names, or the
     notebooks themselves. Markdown is rendered, code folded, text, tables, PNG and plotly figures shown
-    (plotly.js is in the file once), and what `run.json` beside a notebook says of its run. Whatever HTML or
-    script a notebook's text or outputs carry is shown as text or dropped, never run. Raises InputError when
-    there is nothing executed to report.
+    (plotly.js is in the file once), and what `run.json` beside a notebook says of its run. A run that failed
+    is marked as such and told up to where it stopped (`failures` lists them). Whatever HTML or script a
+    notebook's text or outputs carry is shown as text or dropped, never run. Raises InputError when there is
+    nothing executed to report.
     """
     paths = _executed(notebooks)
     chapters = [_Chapter(path, number).read() for number, path in enumerate(paths)]
@@ -65,6 +73,12 @@ def build(notebooks: str | Path | Iterable[str | Path], out: str | Path) -> Path
         f"<body><h1>{title}</h1>{_contents(chapters)}{body}{script}</body></html>\n",
     )
     return Path(out)
+
+
+def failures(notebooks: str | Path | Iterable[str | Path]) -> dict[Path, str]:
+    """The notebooks that `build` would report as failed, each with why."""
+    chapters = [_Chapter(path, 0) for path in _executed(notebooks)]
+    return {chapter.path: chapter.failure for chapter in chapters if chapter.failure}
 
 
 def _executed(notebooks: str | Path | Iterable[str | Path]) -> list[Path]:
@@ -91,7 +105,9 @@ def _cells(path: Path) -> list:
     import nbformat
 
     try:
-        return nbformat.read(path, as_version=4).cells
+        notebook = nbformat.read(path, as_version=4)
+        nbformat.validate(notebook, relax_add_props=True)
+        return notebook.cells
     except Exception as error:  # nbformat raises whatever its JSON or schema reader does
         raise InputError(f"{path} is not a Jupyter notebook: {error}") from None
 
@@ -104,10 +120,12 @@ def _contents(chapters: list["_Chapter"]) -> str:
     rows = []
     for chapter in chapters:
         inner = "".join(
-            f'<li><a href="#{anchor}">{text}</a></li>' for level, anchor, text in chapter.headings if level == 2
-        )
+            f'<li><a href="#{anchor}">{text}</a></li>' if anchor else f'<li class="dead">{text} (not run)</li>'
+            for level, anchor, text in chapter.headings if level == 2
+        )  # fmt: skip
         first = next((h for h in chapter.headings if h[0] == 1), (1, chapter.anchor, html.escape(chapter.path.stem)))
-        rows.append(f'<li><a href="#{chapter.anchor}">{first[2]}</a><ul>{inner}</ul></li>')
+        mark = ' <span class="mark">failed</span>' if chapter.failure else ""
+        rows.append(f'<li><a href="#{chapter.anchor}">{first[2]}</a>{mark}<ul>{inner}</ul></li>')
     return f"<nav><ul>{''.join(rows)}</ul></nav>"
 
 
@@ -125,16 +143,54 @@ class _Chapter:
     def anchor(self) -> str:
         return f"notebook-{self.number}"
 
+    @cached_property
+    def cells(self) -> list:
+        return [cell for cell in _cells(self.path) if "papermill-error-cell-tag" not in cell.metadata.get("tags", ())]
+
+    @cached_property
+    def record(self) -> dict | None:
+        """What `run.json` beside the notebook says; None where there is none, empty if it cannot be read."""
+        path = self.path.with_name("run.json")
+        if not path.is_file():
+            return None
+        try:
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError, OSError, RecursionError):
+            return {}
+
+    @cached_property
+    def failure(self) -> str:
+        """Why the run ended early; empty if it did not."""
+        status = (self.record or {}).get("status")
+        if status in ("failed", "interrupted", "running"):
+            return str(self.record.get("error") or status)
+        errors = (o for cell in self.cells if cell.cell_type == "code" for o in cell.outputs)
+        return next((_plain(f"{o.ename}: {o.evalue}") for o in errors if o.output_type == "error"), "")
+
+    @property
+    def end(self) -> int:
+        """The number of cells up to the last one that ran."""
+        return 1 + max((index for index, cell in enumerate(self.cells) if _ran(cell)), default=-1)
+
     def read(self) -> "_Chapter":
         show = {"markdown": self._markdown, "code": self._code}
-        cells = "".join(show[cell.cell_type](cell) for cell in _cells(self.path) if cell.cell_type in show)
-        self.html = f'<section id="{self.anchor}">{cells}{_facts(self.path.with_name("run.json"))}</section>'
+        end = self.end if self.failure else len(self.cells)
+        told = "".join(show[cell.cell_type](cell) for cell in self.cells[:end] if cell.cell_type in show)
+        if self.failure:
+            banner = f'<p class="failed"><b>This run failed.</b> {html.escape(self.failure)}</p>'
+            heading, found, rest = told.partition("</h1>")
+            told = heading + found + banner + rest if found else banner + told
+            told += '<p class="failed">Nothing below this was run.</p>' if self.cells[end:] else ""
+            for cell in self.cells[end:]:
+                if cell.cell_type == "markdown":
+                    self._markdown(cell, linked=False)
+        self.html = f'<section id="{self.anchor}">{told}{_facts(self.record)}</section>'
         return self
 
-    def _markdown(self, cell) -> str:
+    def _markdown(self, cell, linked: bool = True) -> str:
         def numbered(match: re.Match) -> str:
             level, text = int(match[1]), match[2]
-            anchor = f"{self.anchor}-{len(self.headings)}"
+            anchor = f"{self.anchor}-{len(self.headings)}" if linked else ""
             self.headings.append((level, anchor, re.sub(r"<[^>]*>", "", text)))
             return f'<h{level} id="{anchor}">{text}</h{level}>'
 
@@ -156,7 +212,7 @@ class _Chapter:
     def _data(self, data: dict) -> str:
         if PLOTLY in data:
             self.figures += 1
-            figure = json.dumps(data[PLOTLY]).replace("<", "\\u003c")  # no text in it can close the script element
+            figure = json.dumps(_finite(data[PLOTLY])).replace("<", "\\u003c")  # no text in it can close the script element
             return f'<div class="figure"><script type="application/json">{figure}</script></div>'
         if "image/png" in data:
             return f'<img alt="" src="data:image/png;base64,{html.escape("".join(data["image/png"].split()))}">'
@@ -177,7 +233,19 @@ def _rendered(source: str) -> str:
                 return f'<img alt="{html.escape(text)}" src="{html.escape(url)}">'
             return f'<a href="{html.escape(self.safe_url(url))}">{html.escape(text or url)}</a>'
 
-    return mistune.create_markdown(renderer=Renderer(escape=True), plugins=["table", "strikethrough"])(source)
+    try:
+        return mistune.create_markdown(renderer=Renderer(escape=True), plugins=["table", "strikethrough"])(source)
+    except RecursionError:  # text nested beyond sense
+        return f"<pre>{html.escape(source)}</pre>"
+
+
+def _finite(value: object) -> object:
+    """`value` without NaN and infinities, which Python reads from JSON and browsers refuse."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _merged(outputs: list) -> list:
@@ -198,15 +266,12 @@ def _plain(text: str) -> str:
     return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
 
 
-def _facts(path: Path) -> str:
+def _facts(record: dict | None) -> str:
     """The run's record as a folded table; nothing where there is none, a word where it cannot be read."""
-    if not path.is_file():
+    if record is None:
         return ""
-    try:
-        record = json.loads(path.read_text())
-        rows = "".join(f"<tr><th>{html.escape(str(k))}</th><td>{_value(v)}</td></tr>" for k, v in record.items())
-    except (ValueError, AttributeError):
-        rows = f"<tr><td>{html.escape(path.name)} could not be read</td></tr>"
+    rows = "".join(f"<tr><th>{html.escape(str(k))}</th><td>{_value(v)}</td></tr>" for k, v in record.items())
+    rows = rows or "<tr><td>run.json could not be read</td></tr>"
     return f'<details><summary>how this run came about</summary><table class="facts">{rows}</table></details>'
 
 

@@ -9,8 +9,9 @@ import pandas as pd
 import plotly.graph_objects as go
 import pytest
 
-from astrolabe_lab import report
+from astrolabe_lab import cli, report
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.run import NotebookError, run_notebook
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 v4 = nbformat.v4
@@ -150,6 +151,48 @@ def test_the_facts_of_the_run_are_told(folder, tmp_path):
     for fact in ("qps: 1, 2", "<th>seed</th><td>7</td>", "numpy: 2.0", "abc", "cores: 2"):
         assert fact in text
     assert "run.json could not be read" in page(folder(executed(), run="{torn"), tmp_path)
+
+
+@pytest.fixture
+def failed_run(tmp_path):
+    """The folder of a run whose second section broke."""
+    cells = [
+        v4.new_markdown_cell("# Title\nintro\n## One"), v4.new_code_cell("1 / 1"),
+        v4.new_markdown_cell("## Two"), v4.new_code_cell("1 / 0"), v4.new_code_cell("print('never')"),
+        v4.new_markdown_cell("It shows that\n## Three"), v4.new_code_cell("3"),
+    ]  # fmt: skip
+    path = tmp_path / "lesson.ipynb"
+    nbformat.write(v4.new_notebook(cells=cells), path)
+    with pytest.raises(NotebookError):
+        run_notebook(path, out_dir=tmp_path / "outputs")
+    return tmp_path / "outputs"
+
+
+def test_a_failed_run_is_marked_told_up_to_where_it_stopped_and_listed(failed_run, tmp_path, capsys):
+    text = page(failed_run, tmp_path)
+    assert "papermill" not in re.sub(r"<details>.*?</details>", "", text, flags=re.S) and "An Exception" not in text
+    contents = re.search(r"<nav>(.*?)</nav>", text, re.S)[1]
+    assert 'Title</a> <span class="mark">failed</span>' in contents
+    assert re.findall(r">([^<>]+)</a>", contents) == ["Title", "One", "Two"]
+    assert '<li class="dead">Three (not run)</li>' in contents
+    title, banner = text.index("Title</h1>"), text.index("This run failed.</b> lesson.ipynb: cell 2 of 4 (1 / 0)")
+    assert title < banner < text.index("intro") < text.index("Nothing below this was run")
+    assert "never" not in text and "It shows that" not in text
+    assert cli.main(["report", str(failed_run), "--out", str(tmp_path / "r.html"), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert [*json.loads(out)["failed"]] == [str(failed_run / "failed" / "lesson.ipynb")]
+    assert "lesson.ipynb is of a failed run: lesson.ipynb: cell 2 of 4 (1 / 0) failed: ZeroDivisionError" in err
+
+
+def test_a_run_that_broke_in_jupyter_is_marked_too(folder, tmp_path):
+    broken = executed(v4.new_output("error", ename="E", evalue="x", traceback=["E: x"]))
+    text = page(folder(broken, v4.new_markdown_cell("## Later")), tmp_path)
+    assert "This run failed.</b> E: x" in text and "Later (not run)" in text
+
+
+def test_a_good_run_is_not_marked(folder, tmp_path):
+    place = folder(executed(v4.new_output("stream", text="x")), run='{"status": "ok"}')
+    assert 'class="mark"' not in page(place, tmp_path) and report.failures(place) == {}
 
 
 def test_a_folder_without_executed_notebooks_is_refused_with_the_next_step(folder, tmp_path):
