@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .errors import InputError
-from .measure import latencies, listed, over_seeds, require_columns
+from .measure import LATENCIES, latencies, listed, over_seeds, require_columns
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
@@ -38,41 +38,45 @@ UNITS = {"throughput_rps": ("throughput (requests/s)", 1), "output_tokens_per_s"
 def latency_vs_qps(
     summary: pd.DataFrame, metric: str = "ttft_p99_s", level: float = 0.95, log: bool = False
 ) -> go.Figure:
-    """One line per policy: the mean of `metric` over seeds at each QPS, with its t-interval as a band.
+    """One line per policy: the mean of `metric` over seeds at each QPS, with its t-interval as error bars.
 
-    `summary` has one row per run (`policy, qps, seed, n, <metric>`). A single seed has no band. Any column
-    of the summary can be drawn. `log` makes the y axis logarithmic. Raises InputError for a column that is
-    not there.
+    `summary` has one row per run (`policy, qps, seed, n, <metric>`). A single seed has no bars. Any column
+    of the summary can be drawn; those of policies lie side by side, a few pixels apart, so that the bars can
+    be told apart. `log` makes the y axis logarithmic. A click in the legend hides a policy. Raises InputError
+    for a column that is not there.
     """
     require_columns(summary, ("policy", "qps", "seed", metric))
     label, scale = _axis(metric)
     points = over_seeds(summary, metric, level=level)
     points[["mean", "low", "high"]] *= scale
-    floor = points.loc[points["mean"] > 0, "mean"].min() / 2  # where a band that reaches 0 leaves a log axis
-    figure = go.Figure(layout={"template": TEMPLATE, "hovermode": "x unified"})
-    for index, (policy, line) in enumerate(points.groupby("policy", sort=False)):
+    floor = points.loc[points["mean"] > 0, "mean"].min() / 2  # where a bar that reaches 0 leaves a log axis
+    points["low"] = points["low"].clip(lower=floor if log else 0)
+    figure = go.Figure(layout={"template": TEMPLATE})
+    lines = list(points.groupby("policy", sort=False))
+    spread = _spacing(points["qps"]) * 0.25
+    for index, (policy, line) in enumerate(lines):
         line = line.sort_values("qps")
         colour, symbol = COLOURS[index % len(COLOURS)], SYMBOLS[index % len(SYMBOLS)]
-        if (banded := line.dropna(subset=["low"])).shape[0]:
-            low = banded["low"].clip(lower=floor if log else 0)
-            figure.add_scatter(
-                x=[*banded["qps"], *banded["qps"][::-1]], y=[*banded["high"], *low[::-1]], mode="lines",
-                fill="toself", fillcolor=_faded(colour), line={"width": 0}, hoverinfo="skip",
-                showlegend=False, legendgroup=str(policy),
-            )  # fmt: skip
+        bars = {
+            "array": line["high"] - line["mean"], "arrayminus": line["mean"] - line["low"],
+            "thickness": 1, "width": 2, "color": colour,
+        }  # fmt: skip
         figure.add_scatter(
-            x=line["qps"], y=line["mean"], name=str(policy), mode="lines+markers", legendgroup=str(policy),
-            line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 8},
+            x=line["qps"] + spread * ((index + 0.5) / len(lines) - 0.5), y=line["mean"], name=str(policy),
+            mode="lines+markers", line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 7},
+            error_y=bars if line["seeds"].min() > 1 else None,
+            customdata=line["qps"], hovertemplate="QPS %{customdata}: %{y:.3g}",
         )  # fmt: skip
     figure.update_xaxes(title="arrival rate (requests/s)")
     figure.update_yaxes(title=label, rangemode="tozero")
     if log:
         top = points[["mean", "high"]].max().max()
-        figure.update_yaxes(type="log", **_log_ticks(floor, top * 1.1))
+        figure.update_yaxes(type="log", **_log_ticks(points[["mean", "low"]].min().min() * 0.9, top * 1.1))
     seeds, n = int(points["seeds"].min()), int(summary["n"].min()) if "n" in summary else 0
-    band = f"band: {level:.0%} t-interval over {seeds} seeds" if seeds > 1 else "one seed, so no band"
-    finite = f"; {n:,} requests a run, so past capacity latency grows with the trace" if n else ""
-    return _titled(figure, f"{label.partition(' (')[0]} against load", band + finite)
+    bar = f"bars: {level:.0%} t-interval over {seeds} seeds" if seeds > 1 else "one seed, so no bars"
+    growing = ", so past capacity latency grows with the trace" if _is_latency(metric) else ""
+    finite = f"; {n:,} requests a run{growing}" if n else ""
+    return _titled(figure, f"{_head(label)} against load", bar + finite)
 
 
 def difference_vs_qps(
@@ -90,7 +94,7 @@ def difference_vs_qps(
     order = list(order or names)
     if missing := [name for name in names if name not in order]:
         raise InputError(f"order lacks {listed(missing)}; it has {listed(order)}")
-    spread = np.diff(np.sort(differences["qps"].unique())).min(initial=1.0) * 0.5
+    spread = _spacing(differences["qps"]) * 0.5
     for index, name in enumerate(names):
         rows = differences[differences["policy"] == name]
         shift = spread * ((index + 0.5) / len(names) - 0.5)  # side by side, or the bars hide one another
@@ -105,7 +109,9 @@ def difference_vs_qps(
     figure.add_hline(y=0, line={"color": "#222", "width": 1})
     figure.update_xaxes(title="arrival rate (requests/s)")
     figure.update_yaxes(title=f"{label}, minus {baseline}'s")
-    note = "hollow: the interval holds 0, so these seeds name no winner"
+    note = "bars: the interval over seeds; hollow where it holds 0, so that these seeds name no winner"
+    if differences["low"].isna().any():
+        note = "one seed, so no interval and no winner: all are hollow"
     return _titled(figure, f"Paired difference to {baseline}", note)
 
 
@@ -249,10 +255,27 @@ def _slider(times: np.ndarray) -> dict:
     }
 
 
+def _spacing(rates: pd.Series) -> float:
+    """The smallest gap between two of the `rates`; 1 for a single one."""
+    gaps = np.diff(np.sort(rates.unique()))
+    return float(gaps.min()) if len(gaps) else 1.0
+
+
 def _log_ticks(low: float, high: float) -> dict:
-    """Range and ticks of a logarithmic axis at 1, 2 and 5 times powers of ten, every one labelled in full."""
+    """Range and ticks of a logarithmic axis, every tick labelled in full.
+
+    Ticks are round numbers, the coarsest kind of which four lie in the range: powers of ten, then 1, 2 and 5
+    times them, then finer; a range too narrow for that has a linear axis's ticks.
+    """
     powers = range(int(np.floor(np.log10(low))), int(np.ceil(np.log10(high))) + 1)
-    ticks = [float(f"{digit}e{power}") for power in powers for digit in (1, 2, 5)]
+    for digits in ((1,), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9)):
+        ticks = [float(f"{digit}e{power}") for power in powers for digit in digits]
+        if sum(low <= tick <= high for tick in ticks) >= 4:
+            break
+    else:
+        step = 10 ** np.floor(np.log10((high - low) / 2))
+        step = next(step * m for m in (1, 2, 5, 10) if (high - low) / (step * m) <= 6)
+        ticks = [float(f"{n * step:.12g}") for n in range(int(np.ceil(low / step)), int(high / step) + 1)]
     return {"range": [np.log10(low), np.log10(high)], "tickvals": ticks, "ticktext": [f"{t:g}" for t in ticks]}
 
 
@@ -268,9 +291,14 @@ def _axis(metric: str) -> tuple[str, float]:
     return f"{prefix}{name.upper()} ({'ms' if name == 'tpot' else 's'})", 1e3 if name == "tpot" else 1
 
 
-def _faded(colour: str) -> str:
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.15)"
+def _is_latency(metric: str) -> bool:
+    return metric.partition("_")[0] in LATENCIES
+
+
+def _head(label: str) -> str:
+    """The label without its unit, as a title begins."""
+    name = label.partition(" (")[0]
+    return name[0].upper() + name[1:]
 
 
 def _titled(figure: go.Figure, title: str, note: str) -> go.Figure:

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +17,8 @@ from .record import headless
 
 if TYPE_CHECKING:
     import pandas as pd
+
+EVERY_S = 10.0  # between two lines of progress
 
 
 @dataclass(frozen=True)
@@ -67,24 +69,61 @@ def sweep(
     arrival pattern, whatever the policy, so that they can be compared in pairs. `simulate_options`
     (instances, engine, cost, control, ...) go to `sim.cluster.simulate`.
 
-    `workers` processes (default: one a core) run the points; 1 stays in this process. `progress`: a line per
-    run, or a bar where somebody watches; False for silence, or a function of (done, total, row).
-    Interrupting ends the workers.
+    `workers` processes (default: one a core) run the points; 1 stays in this process. `progress`: a line
+    every few seconds, or a bar where somebody watches; False for silence, or a function of (done, total,
+    row). Interrupting ends the workers.
 
     Columns: `source, policy, qps, seed`, those of `summarise`, and `wall_s`. Raises InputError for bad
-    arguments, and crew.CrewError naming the point whose run crashed or whose process died.
+    arguments before the first run (`rehearse`), and crew.CrewError naming the point whose run crashed or
+    whose process died.
     """
     import pandas as pd
 
-    points = _points(policies, qps, seeds)
-    setting = Setting(_requests(trace, requests, lengths, seeds), arrivals, alpha, simulate_options)
+    points, setting = _planned(
+        trace, policies, qps, seeds, requests=requests, lengths=lengths, arrivals=arrivals, alpha=alpha,
+        **simulate_options,
+    )  # fmt: skip
     workers = min(crew.cores() if workers is None else _positive("workers", workers), len(points))
     rows: dict[int, dict] = {}
     with _Progress(progress, len(points)) as report:
         for index, row in crew.each(partial(run_point, setting), points, workers):
             rows[index] = row
-            report(points[index], row)
+            report(row)
     return pd.DataFrame([rows[index] for index in range(len(points))])
+
+
+def rehearse(*args: object, baseline: str | None = None, **options: object) -> None:
+    """Raise the InputError that `sweep` with these arguments would, within a second or two.
+
+    Everything is prepared, and each named policy dispatches the first requests. `baseline`, where given, has
+    to be the label of a policy.
+    """
+    points, _ = _planned(*args, **options)
+    labels = list(dict.fromkeys(point.label for point in points))
+    if baseline is not None and baseline not in labels:
+        raise InputError(f"baseline={baseline!r} is not among the policies: {', '.join(labels)}")
+
+
+def _planned(
+    trace, policies, qps, seeds, *, requests=None, lengths="oracle", arrivals="poisson", alpha=None,
+    **simulate_options,
+) -> tuple[list[Point], Setting]:  # fmt: skip
+    """The runs of a grid and what they share, after a few requests have gone through each named policy."""
+    from .arrivals import with_arrivals
+
+    points = _points(policies, qps, seeds)
+    setting = Setting(_requests(trace, requests, lengths, seeds), arrivals, alpha, simulate_options)
+    first = setting.requests[points[0].seed]
+    for rate in dict.fromkeys(point.qps for point in points):
+        with_arrivals(first, rate, arrivals, points[0].seed, alpha)
+    few = replace(setting, requests={seed: frame.head(3) for seed, frame in setting.requests.items()})
+    named = {point.label: point for point in points if isinstance(point.policy, str)}
+    for point in named.values():
+        try:
+            run_point(few, point)
+        except InputError as error:
+            raise InputError(f"{point}: {error}") from error
+    return points, setting
 
 
 def _points(policies, qps, seeds) -> list[Point]:
@@ -151,31 +190,34 @@ def run_point(setting: Setting, point: Point) -> dict[str, object]:
 
 
 class _Progress:
-    """Tells of each finished run: a bar where somebody watches, a line each where not."""
+    """Tells how far a sweep is: a bar where somebody watches, a line every few seconds where not."""
 
     def __init__(self, wanted: bool | Callable[[int, int, dict], None] | None, total: int) -> None:
         watched = not headless() and (sys.stderr.isatty() or "ipykernel" in sys.modules)
         self.tell = wanted if callable(wanted) else None
         self.lines = wanted is not False and self.tell is None and not watched
         self.bar, self.done, self.total = None, 0, total
+        self.began = self.said = time.monotonic()
         if wanted is not False and self.tell is None and watched:
             from tqdm.auto import tqdm
 
             self.bar = tqdm(total=total, unit="run", desc="sweep")
 
-    def __enter__(self) -> Callable[[Point, dict], None]:
+    def __enter__(self) -> Callable[[dict], None]:
         return self._finished
 
     def __exit__(self, *_: object) -> None:
         if self.bar is not None:
             self.bar.close()
 
-    def _finished(self, point: Point, row: dict) -> None:
+    def _finished(self, row: dict) -> None:
         self.done += 1
         if self.tell:
             self.tell(self.done, self.total, row)
         elif self.bar is not None:
             self.bar.update()
-        elif self.lines:
-            ttft = f"P99 TTFT {row['ttft_p99_s']:.3g} s, {row['wall_s']:.2g} s to run"
-            print(f"sweep {self.done}/{self.total}: {point}: {ttft}", file=sys.stderr, flush=True)
+        elif self.lines and (time.monotonic() - self.said >= EVERY_S or self.done == self.total):
+            self.said = time.monotonic()
+            took_s = self.said - self.began
+            left = f", about {took_s / self.done * (self.total - self.done):.0f} s left" * (self.done < self.total)
+            print(f"sweep: {self.done} of {self.total} runs in {took_s:.0f} s{left}", file=sys.stderr, flush=True)

@@ -35,22 +35,48 @@ def lines(figure):
     return {trace.name: trace for trace in figure.data if trace.name}
 
 
-def test_the_line_is_the_mean_over_seeds_and_the_band_its_t_interval():
+def test_the_line_is_the_mean_over_seeds_and_the_bars_its_t_interval():
     frame = summary()
-    figure = plots.latency_vs_qps(frame)
     runs = frame[(frame.policy == "random") & (frame.qps == 20)]["ttft_p99_s"]
     mean, low, high = t_interval(runs)
-    line = lines(figure)["random"]
-    assert list(line.x) == [10, 20, 30]
+    line = lines(plots.latency_vs_qps(frame))["random"]
+    assert list(line.customdata) == [10, 20, 30]
     assert line.y[1] == pytest.approx(mean)
-    band = next(trace for trace in figure.data if trace.fill == "toself" and trace.legendgroup == "random")
-    assert {y for x, y in zip(band.x, band.y, strict=True) if x == 20} == {high, max(low, 0)}
+    assert line.error_y.array[1] == pytest.approx(high - mean)
+    assert line.error_y.arrayminus[1] == pytest.approx(mean - max(low, 0))
 
 
-def test_one_seed_draws_lines_without_a_band_and_says_so():
+def test_the_bars_of_policies_stand_side_by_side_at_their_rate():
+    drawn = lines(plots.latency_vs_qps(summary(policies=[f"p{i}" for i in range(6)]))).values()
+    places = sorted(line.x[1] for line in drawn)
+    assert np.diff(places).min() > 0 and max(abs(place - 20) for place in places) < 10 / 4
+
+
+def test_one_seed_draws_lines_without_bars_and_says_so():
     figure = plots.latency_vs_qps(summary(seeds=1))
-    assert not [trace for trace in figure.data if trace.fill]
+    assert not [trace for trace in figure.data if trace.error_y.array is not None]
     assert "one seed" in figure.layout.title.subtitle.text
+
+
+def test_one_seed_has_differences_without_intervals_and_says_so():
+    gaps = paired_difference(summary(seeds=1), "ttft_p99_s", "random")
+    figure = plots.difference_vs_qps(gaps, "ttft_p99_s", "random")
+    assert "one seed, so no interval" in figure.layout.title.subtitle.text
+    assert all(symbol.endswith("-open") for symbol in lines(figure)["least_loaded"].marker.symbol)
+
+
+def test_only_a_latency_is_said_to_grow_with_the_trace():
+    frame = summary().assign(preemptions=3)
+    assert "latency" not in plots.latency_vs_qps(frame, "preemptions").layout.title.subtitle.text
+    assert "latency grows" in plots.latency_vs_qps(frame).layout.title.subtitle.text
+
+
+@pytest.mark.parametrize("span", [(0.5, 0.55), (0.5, 0.9), (0.03, 40), (0.4, 4), (1e-6, 1e6), (0.021, 0.0213), (9, 11)])
+def test_a_logarithmic_axis_has_some_ticks_and_not_many_whatever_it_spans(span):
+    axis = plots._log_ticks(*span)
+    shown = [tick for tick in axis["tickvals"] if span[0] <= tick <= span[1]]
+    assert 3 <= len(shown) <= 13
+    assert len(set(axis["ticktext"])) == len(axis["ticktext"])
 
 
 def test_a_finite_trace_is_named_as_one():
@@ -65,11 +91,12 @@ def test_axes_carry_units_and_tpot_is_in_milliseconds():
     assert plots.latency_vs_qps(summary()).layout.xaxis.title.text == "arrival rate (requests/s)"
 
 
-def test_a_band_that_reaches_zero_stays_on_a_logarithmic_axis():
+def test_a_bar_that_reaches_zero_stays_on_a_logarithmic_axis():
     frame = summary()
     frame.loc[frame.seed == 0, "ttft_p99_s"] = 1e-6
     figure = plots.latency_vs_qps(frame, log=True)
-    assert min(min(trace.y) for trace in figure.data if trace.fill) > 0
+    ends = np.concatenate([np.array(line.y) - line.error_y.arrayminus for line in figure.data])
+    assert 10 ** figure.layout.yaxis.range[0] < ends.min()
 
 
 def test_policies_differ_in_colour_and_in_marker():

@@ -1,3 +1,4 @@
+import re
 import sys
 
 import numpy as np
@@ -8,7 +9,7 @@ from astrolabe_lab import arrivals, length, measure, sharegpt_like, trace
 from astrolabe_lab.crew import CrewError
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim.cluster import simulate
-from astrolabe_lab.sweep import sweep
+from astrolabe_lab.sweep import rehearse, sweep
 
 SMALL = {"requests": 60, "instances": 3, "progress": False}
 
@@ -129,14 +130,36 @@ def test_bad_arguments_are_refused_by_name(change, message):
         sweep(**good | change)
 
 
-def test_unwatched_runs_are_told_in_one_line_each(capsys, monkeypatch):
+def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):
+    monkeypatch.setattr("astrolabe_lab.crew.each", lambda *_: pytest.fail("a run was started"))
+    good = {"trace": "sharegpt_like", "policies": ["random"], "qps": [5], "seeds": [0], "workers": 2, **SMALL}
+    for change in ({"qps": [5, -1]}, {"instances": 0}, {"lengths": "tea"}, {"arrivals": "trace"}):
+        with pytest.raises(InputError):
+            sweep(**good | change)
+    with pytest.raises(InputError, match=r"astrolabe:k=4 at 5 QPS, seed 0: .*k=4"):
+        sweep(**good | {"policies": ["random", "astrolabe:k=4"]})
+
+
+def test_a_rehearsal_refuses_what_the_sweep_would_and_an_unknown_baseline():
+    grid = ("sharegpt_like", {"a": "random", "b": "least_loaded"}, [5], [0])
+    options = {"requests": 60, "instances": 3}
+    assert rehearse(*grid, baseline="a", **options) is None
+    with pytest.raises(InputError, match="baseline='random' is not among the policies: a, b"):
+        rehearse(*grid, baseline="random", **options)
+    with pytest.raises(InputError, match="lengths 'tea' is unknown"):
+        rehearse(*grid, lengths="tea", **options)
+
+
+def test_unwatched_runs_are_told_in_a_line_every_few_seconds_and_one_at_the_end(capsys, monkeypatch):
     monkeypatch.setenv("ASTROLABE_HEADLESS", "1")
-    sweep("sharegpt_like", ["random"], [6, 9], [0], workers=1, **SMALL | {"progress": None})
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(": P99")[0] for line in lines] == [
-        "sweep 1/2: random at 6 QPS, seed 0",
-        "sweep 2/2: random at 9 QPS, seed 0",
-    ]
+    grid = ("sharegpt_like", ["random"], [6, 9, 12], [0])
+    sweep(*grid, workers=1, **SMALL | {"progress": None})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(r"sweep: 3 of 3 runs in \d+ s", line)
+    monkeypatch.setattr("astrolabe_lab.sweep.EVERY_S", 0)
+    sweep(*grid, workers=1, **SMALL | {"progress": None})
+    first = capsys.readouterr().err.splitlines()[0]
+    assert re.fullmatch(r"sweep: 1 of 3 runs in \d+ s, about \d+ s left", first)
 
 
 def test_progress_can_be_a_function_or_silence(capsys):
