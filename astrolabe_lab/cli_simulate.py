@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import math
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -119,18 +118,17 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
         requests = length.attach(requests, args.lengths, seed=args.seed)
 
     began = time.perf_counter()
-    with _Progress() as progress:
-        frame = replay(
-            requests,
-            policy,
-            instances=args.instances,
-            engine=engine,
-            cost=cost,
-            control=control,
-            seed=args.seed,
-            latency_noise=noise,
-            progress=progress,
-        )
+    frame = replay(
+        requests,
+        policy,
+        instances=args.instances,
+        engine=engine,
+        cost=cost,
+        control=control,
+        seed=args.seed,
+        latency_noise=noise,
+        progress=_Progress(),
+    )
     wall_s = time.perf_counter() - began
 
     asked = {
@@ -156,22 +154,12 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
 
 
 class _Progress:
-    """Says on stderr, at most every two seconds, how far the replay is, or that the engine is being compiled."""
+    """Says on stderr, at most every two seconds, how far the replay is."""
 
-    def __enter__(self):
+    def __init__(self):
         self.said = time.monotonic()
-        self.compiling = threading.Timer(
-            3.0, _log, ["still compiling the engine; it is kept on disk, the next start takes a second"]
-        )
-        self.compiling.daemon = True
-        self.compiling.start()
-        return self
-
-    def __exit__(self, *error):
-        self.compiling.cancel()
 
     def __call__(self, done, total):
-        self.compiling.cancel()
         if time.monotonic() - self.said >= 2.0:
             self.said = time.monotonic()
             _log(f"{done:,} of {total:,} requests dispatched")

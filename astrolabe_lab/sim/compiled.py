@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import multiprocessing
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
 import numba
+from numba.core import event
 
 V1, V0_CHUNKED, V0_PREFILL_FIRST = 0, 1, 2
 
@@ -43,6 +46,23 @@ def _cache_folder() -> str:
 
 
 _FOLDER = _cache_folder()
+
+
+class _Notice(event.Listener):
+    """Says once, when something of this package is compiled because the cache lacks it, that this takes a while."""
+
+    said = multiprocessing.parent_process() is not None  # workers leave that to who started them
+
+    def on_start(self, started):
+        if not self.said and started.data["dispatcher"].py_func.__module__.startswith("astrolabe_lab."):
+            self.said = True
+            print("astrolabe: compiling (first use, about a minute; it is kept on disk)", file=sys.stderr, flush=True)
+
+    def on_end(self, ended):
+        pass
+
+
+event.register("numba:compile", _Notice())
 
 
 def compiled(function):
