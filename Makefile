@@ -46,7 +46,7 @@ test: .venv/.installed
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 lab: .venv/.installed
-	@$(BIN)/jupyter lab $(LAB_ARGS) notebooks/00_tour.ipynb
+	@$(BIN)/jupyter lab $(LAB_ARGS) --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/00_tour.ipynb
 
 bench: .venv/.installed
 	@$(BIN)/python tests/speed.py

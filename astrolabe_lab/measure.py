@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -164,6 +164,30 @@ def best_and_undecided(summary: pd.DataFrame, metric: str, level: float = 0.95) 
         others = paired_difference(at_qps, metric, best["policy"], level)
         rows.append((qps, best["policy"], best["mean"], ", ".join(others.loc[~others["clear"], "policy"])))
     return pd.DataFrame(rows, columns=["qps", "best", "mean", "undecided"])
+
+
+def verdicts(summary: pd.DataFrame, metric: str, baseline: str, level: float = 0.95) -> pd.DataFrame:
+    """At how many rates each policy's `metric` is clearly lower than the baseline's, clearly higher, or undecided.
+
+    Indexed by policy; `paired_difference` decides, and raises InputError.
+    """
+    differences = paired_difference(summary, metric, baseline, level)
+    signs = np.where(differences["clear"], np.sign(differences["mean"]), 0)
+    counted = differences.assign(lower=signs < 0, higher=signs > 0, undecided=signs == 0)
+    return counted.groupby("policy", sort=False)[["lower", "higher", "undecided"]].sum()
+
+
+def first_above(summary: pd.DataFrame, metric: str, limit: float) -> dict[str, float | str]:
+    """For each policy the lowest qps at which the mean of `metric` over seeds exceeds `limit`, or "never"."""
+    means = over_seeds(summary, metric)
+    above = means[means["mean"] > limit].groupby("policy")["qps"].min()
+    return {policy: above.get(policy, "never") for policy in means["policy"].unique()}
+
+
+def beside(guesses: Mapping[str, object], measured: Mapping[str, object]) -> pd.DataFrame:
+    """A table of what was guessed and what was measured, a row for each of `measured`."""
+    rows = [(question, str(guesses.get(question, "-")), str(answer)) for question, answer in measured.items()]
+    return pd.DataFrame(rows, columns=["question", "you guessed", "measured"]).set_index("question")
 
 
 # --- what happened inside: frames for the figures ---------------------------------------------------------

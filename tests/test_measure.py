@@ -6,7 +6,9 @@ import pytest
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.measure import (
+    beside,
     best_and_undecided,
+    first_above,
     over_seeds,
     paired_difference,
     queue_lengths,
@@ -15,6 +17,7 @@ from astrolabe_lab.measure import (
     summarise,
     t_interval,
     t_quantile,
+    verdicts,
 )
 
 
@@ -148,6 +151,26 @@ def test_the_best_is_named_with_those_that_the_seeds_cannot_tell_from_it():
     assert best_and_undecided(noisy, "x").undecided.tolist() == ["b", "b"]
     one_seed = grid(spread=0.0, gap=5.0).query("seed == 0")
     assert best_and_undecided(one_seed, "x").undecided.tolist() == ["b", "b"]
+
+
+def test_a_verdict_counts_the_rates_and_calls_nothing_equal_that_is_only_undecided():
+    assert verdicts(grid(spread=10.0), "x", "a").to_dict("index") == {"b": {"lower": 0, "higher": 2, "undecided": 0}}
+    assert verdicts(grid(spread=10.0), "x", "b").to_dict("index") == {"a": {"lower": 2, "higher": 0, "undecided": 0}}
+    one_seed = grid(spread=0.0, gap=5.0).query("seed == 0")
+    assert verdicts(one_seed, "x", "a").to_dict("index") == {"b": {"lower": 0, "higher": 0, "undecided": 2}}
+
+
+def test_the_rate_at_which_a_limit_is_passed_is_named_and_never_when_it_is_not():
+    assert first_above(grid(spread=0.0), "x", 1.5) == {"a": 2, "b": 1}
+    assert first_above(grid(spread=0.0), "x", 2.5) == {"a": "never", "b": 2}
+
+
+def test_guesses_stand_beside_what_was_measured():
+    table = beside({"how many": 3, "another": 1}, {"how many": 5, "not asked": "x"})
+    assert table.to_dict("index") == {
+        "how many": {"you guessed": "3", "measured": "5"},
+        "not asked": {"you guessed": "-", "measured": "x"},
+    }
 
 
 def test_unpaired_runs_and_unknown_baselines_are_refused():
