@@ -17,9 +17,12 @@ from clusters import AMPLE, COST, SECOND, TIGHT, Constant, requests, same, short
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream
-from astrolabe_lab.sim import cluster as cluster_module
+from astrolabe_lab.sim.asking import Asking
 from astrolabe_lab.sim.cluster import ControlPlane, LatencyNoise, Outage, simulate
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.sim.faults import Faults
+from astrolabe_lab.sim.knowledge import Knowledge
+from astrolabe_lab.sim.run import Router, Run
 from astrolabe_lab.sim.state import ENGINE, REQUEST, State, new_state
 
 SEED = 918273645
@@ -87,7 +90,7 @@ def betrayals(things):
     """What among ``things`` holds a true length, the simulator's state, or the seed."""
     truth = set(TRUTH)
     for thing in things:
-        if isinstance(thing, (State, cluster_module._Run, cluster_module._Router)):
+        if isinstance(thing, (State, Run, Router, Knowledge, Asking, Faults)):
             yield f"a {type(thing).__name__}"
         elif isinstance(thing, np.ndarray):
             if thing.dtype in (REQUEST, ENGINE):
