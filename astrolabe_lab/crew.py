@@ -11,9 +11,10 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing import connection, get_context
+from multiprocessing import connection, get_context, parent_process
 from types import ModuleType
 
 import cloudpickle
@@ -109,6 +110,7 @@ def _work(pipe) -> None:
     """A worker: gets the job and its items, then runs those whose numbers come in and sends back
     (result, None) or (None, error)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     job, items = pickle.loads(pipe.recv_bytes())
     while True:
         try:
@@ -122,6 +124,12 @@ def _work(pipe) -> None:
         except Exception as error:
             answer = None, (CrewError, f"{type(error).__name__}: {error}\n{traceback.format_exc()}")
         pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed ends no worker: it would compute on, for nobody."""
+    parent_process().join()
+    os._exit(1)
 
 
 def _pickled(value: object) -> bytes:

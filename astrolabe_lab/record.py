@@ -158,7 +158,7 @@ def write_whole(path: Path, text: str) -> None:
     path = Path(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(text.encode("utf-8", "replace"))  # JSON may hold half a surrogate pair
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -210,9 +210,11 @@ class _Chapter:
         return self._data(output.data)
 
     def _data(self, data: dict) -> str:
+        data = {kind: value for kind, value in data.items() if kind == PLOTLY or isinstance(value, str)}
         if PLOTLY in data:
             self.figures += 1
-            figure = json.dumps(_finite(data[PLOTLY])).replace("<", "\\u003c")  # no text in it can close the script element
+            # No text in it can close the script element.
+            figure = json.dumps(_finite(data[PLOTLY])).replace("<", "\\u003c")
             return f'<div class="figure"><script type="application/json">{figure}</script></div>'
         if "image/png" in data:
             return f'<img alt="" src="data:image/png;base64,{html.escape("".join(data["image/png"].split()))}">'

@@ -55,7 +55,8 @@ def attach(frame: pd.DataFrame, spec: str, seed: int = 0) -> pd.DataFrame:
         if kind == "noisy":
             relative = _relative_error(spec, value)
             z = stream(seed, "lengths").standard_normal(len(frame))
-            predicted = np.clip(np.rint(predicted * (1.0 + relative * z)), 1, MAX_TOKENS)
+            with np.errstate(over="ignore"):
+                predicted = np.clip(np.rint(predicted * (1.0 + relative * z)), 1, MAX_TOKENS)
     return frame.assign(predicted_tokens=predicted.astype(np.int64))
 
 
