@@ -65,9 +65,9 @@ def sweep(
     each seed; otherwise `requests` keeps the first so many. `policies`: names as `policies.parse` takes
     them, policy objects (also of classes defined in a notebook), or a mapping from label to either.
     `lengths` says what is predicted (`length.attach`), `arrivals` and `alpha` how requests arrive; qps None,
-    with arrivals="trace", keeps the trace's own times. Runs at one seed share requests, predictions and
-    arrival pattern, whatever the policy, so that they can be compared in pairs. `simulate_options`
-    (instances, engine, cost, control, ...) go to `sim.cluster.simulate`.
+    with arrivals="trace", keeps the trace's own times, and the column `qps` tells their rate. Runs at one
+    seed share requests, predictions and arrival pattern, whatever the policy, so that they can be compared in
+    pairs. `simulate_options` (instances, engine, cost, control, ...) go to `sim.cluster.simulate`.
 
     `workers` processes (default: one a core) run the points; 1 stays in this process. `progress`: a line
     every few seconds, or a bar where somebody watches; False for silence, or a function of (done, total,
@@ -184,9 +184,15 @@ def run_point(setting: Setting, point: Point) -> dict[str, object]:
     began = time.perf_counter()
     results = simulate(frame, policy, seed=point.seed, **setting.simulate)
     wall_s = time.perf_counter() - began
-    qps = math.nan if point.qps is None else point.qps
+    qps = _own_rate(frame["arrived_s"]) if point.qps is None else point.qps
     row = {"source": "simulated", "policy": point.label, "qps": qps, "seed": point.seed}
     return row | summarise(results, by=[]).to_dict("records")[0] | {"wall_s": wall_s}
+
+
+def _own_rate(arrived_s: "pd.Series") -> float:
+    """Requests a second over the span of the arrivals, as `arrivals.with_arrivals` scales it; NaN without one."""
+    span_s = arrived_s.iloc[-1] - arrived_s.iloc[0]
+    return (len(arrived_s) - 1) / span_s if span_s > 0 else math.nan
 
 
 class _Progress:
