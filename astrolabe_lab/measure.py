@@ -187,7 +187,7 @@ def first_above(summary: pd.DataFrame, metric: str, limit: float) -> dict[str, f
 def beside(guesses: Mapping[str, object], measured: Mapping[str, object]) -> pd.DataFrame:
     """A table of what was guessed and what was measured, a row for each of `measured`."""
     rows = [(question, str(guesses.get(question, "-")), str(answer)) for question, answer in measured.items()]
-    return pd.DataFrame(rows, columns=["question", "you guessed", "measured"]).set_index("question")
+    return pd.DataFrame(rows, columns=["question", "you guessed", "measured"]).set_index("question").rename_axis(None)
 
 
 # --- what happened inside: frames for the figures ---------------------------------------------------------

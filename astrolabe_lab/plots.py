@@ -50,6 +50,7 @@ def latency_vs_qps(
     points = over_seeds(summary, metric, level=level)
     points[["mean", "low", "high"]] *= scale
     floor = points.loc[points["mean"] > 0, "mean"].min() / 2  # where a bar that reaches 0 leaves a log axis
+    cut = "; cut where they reach 0" * bool((points["low"] < (floor if log else 0)).any())
     points["low"] = points["low"].clip(lower=floor if log else 0)
     figure = go.Figure(layout={"template": TEMPLATE})
     lines = list(points.groupby("policy", sort=False))
@@ -73,7 +74,7 @@ def latency_vs_qps(
         top = points[["mean", "high"]].max().max()
         figure.update_yaxes(type="log", **_log_ticks(points[["mean", "low"]].min().min() * 0.9, top * 1.1))
     seeds, n = int(points["seeds"].min()), int(summary["n"].min()) if "n" in summary else 0
-    bar = f"bars: {level:.0%} t-interval over {seeds} seeds" if seeds > 1 else "one seed, so no bars"
+    bar = f"bars: {level:.0%} t-interval over {seeds} seeds{cut}" if seeds > 1 else "one seed, so no bars"
     growing = ", so past capacity latency grows with the trace" if _is_latency(metric) else ""
     finite = f"; {n:,} requests a run{growing}" if n else ""
     return _titled(figure, f"{_head(label)} against load", bar + finite)
