@@ -18,6 +18,8 @@ EXAMPLE = (
     "    --out R.parquet"
 )
 DETAILS = (
+    "A CSV or Parquet trace has the columns arrived_s (s, non-decreasing; or give --qps), prompt_tokens and "
+    "output_tokens, and optionally rid, predicted_tokens, slo (tight or loose), family and prompt. "
     "The result has one row per arrived request, also for those that were rejected; times are modelled "
     "seconds. Unless the options below say otherwise, every router sees fresh state and decides in no time."
 )
@@ -150,7 +152,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
         "wall_s": wall_s,
         "summary": summary,
     }
-    return record | settings, _table(args, summary, wall_s, out)
+    return record | settings, _table(args, engine, preset, summary, wall_s, out)
 
 
 class _Progress:
@@ -181,7 +183,6 @@ def _engine_and_cost(args):
     name = args.preset
     if name is None and args.cost is None:
         name = DEFAULT_PRESET
-        _log(f"neither --preset nor --cost is given: using --preset {name}")
     known = preset(name) if name is not None else None
     engine = EngineConfig.from_dict(known.engine) if known else EngineConfig()
     cost = StepCost.parse(args.cost or "", base=known.cost if known else None)
@@ -193,7 +194,7 @@ def _arrivals(args):
     from astrolabe_lab import trace
     from astrolabe_lab.arrivals import with_arrivals
 
-    kind = args.arrivals or ("trace" if args.qps is None else "poisson")
+    kind = args.arrivals = args.arrivals or ("trace" if args.qps is None else "poisson")
     if args.qps is None and kind != "trace":
         raise InputError(f"--arrivals {kind} needs a rate: give --qps")
     if args.alpha is not None and kind != "gamma":
@@ -206,7 +207,8 @@ def _arrivals(args):
         ("out_of_order_rows", "rows out of order, sorted"),
     ):
         if requests.attrs.get(count):
-            _log(f"{args.trace}: {requests.attrs[count]:,} {what}")
+            n = requests.attrs[count]
+            _log(f"{args.trace}: {n:,} {what if n > 1 else what.replace('rows', 'row', 1)}")
     if kind == "trace" and "arrived_s" not in requests:
         raise InputError(f"{args.trace} has no arrival times: give --qps")
     if args.limit:
@@ -218,17 +220,24 @@ def _arrivals(args):
     )
 
 
-def _table(args, summary, wall_s, out):
+def _table(args, engine, preset, summary, wall_s, out):
     unwell = "".join(
         f", {summary[name]:,} {name}" for name in ("rejected", "failed", "aborted") if summary[name]
     )
     lines = [
         f"{args.policy} on {args.instances} simulated instance{'s' * (args.instances > 1)}, seed {args.seed}",
+        f"engine      {f'preset {preset}' if preset else 'cost as given'}, scheduler {engine.scheduler}",
         f"requests    {summary['n']:,}: {summary['ok']:,} ok{unwell}",
-        f"            {'mean':>10}{'p50':>10}{'p99':>10}",
+        f"            {'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
+    if summary["rejected"]:
+        lines.insert(
+            3,
+            f"rejected    at arrival: they can never run with max_model_len={engine.max_model_len} "
+            f"and num_gpu_blocks={engine.num_gpu_blocks}",
+        )
     for name in ("ttft", "tpot", "e2e"):
-        cells = "".join(f"{_seconds(summary[f'{name}_{which}_s']):>10}" for which in ("mean", "p50", "p99"))
+        cells = "".join(f"{_seconds(summary[f'{name}_{which}_s']):>10}" for which in ("mean", "p50", "p90", "p99"))
         lines.append(f"{name.upper() + ' s':12}{cells}")
     lines += [
         f"throughput  {summary['throughput_rps']:.4g} requests/s, "

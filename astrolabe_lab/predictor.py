@@ -196,7 +196,7 @@ class Predictor:
         if total > self.engine.max_model_len:
             return f"prompt + predicted output = {total} tokens exceed max_model_len={self.engine.max_model_len}"
         blocks = self.engine.request_blocks
-        return f"prompt + predicted output = {total} tokens need more than the {blocks} KV blocks that one request can hold"
+        return f"prompt + predicted output = {total} tokens need more than the {blocks} KV blocks a request can hold"
 
 
 def check_extension(tokens) -> None:

@@ -75,7 +75,7 @@ def load(
     if bad and on_bad == "error":
         raise InputError(
             f"{path}: {listed(complaints, table.where, len(keep))} Correct them, or leave them out with "
-            "on_bad='drop'."
+            "on_bad='drop' (--on-bad drop)."
         )
     keep[bad] = False
     if not keep.any():
@@ -94,7 +94,7 @@ def load(
         if len(back) and unsorted == "error":
             raise InputError(
                 f"{path}: {_goes_back(columns['arrived_s'], back, lambda i: table.where(rows[i]))}, or load "
-                "with unsorted='sort'."
+                "with unsorted='sort' (--unsorted sort)."
             )
         moved = len(back)
         order = np.argsort(columns["arrived_s"], kind="stable")

@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from clusters import requests
 
 from astrolabe_lab import policies
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.policies import Astrolabe, Infaas, LlumnixMinus, MinQps, draw
 from astrolabe_lab.request import Request
 from astrolabe_lab.sim import view
+from astrolabe_lab.sim.cluster import simulate
 from astrolabe_lab.sim.signals import SIGNALS
 
 REQUEST = Request(0, 0.0, prompt_tokens=10, predicted_tokens=20)
@@ -262,7 +264,8 @@ def test_text_means_what_it_says():
     [
         ("", "policy '' is unknown; allowed: random, round_robin, .*astrolabe, with options as NAME:key=value"),
         ("jsq", "policy 'jsq' is unknown; allowed: random, .*least_loaded"),
-        ("infaas_d", "policy 'infaas_d' is unknown"),
+        ("infaas_d", "policy 'infaas_d' is unknown; .*short forms: infaas_a"),
+        ("leastloaded", "Did you mean least_loaded?"),
         ("random:k=2", "policy random: unknown option 'k'; it has no options"),
         ("round_robin:count=3", "policy round_robin: unknown option 'count'; it has no options"),
         ("astrolabe:q=2", "policy astrolabe: unknown option 'q'; its options: k, metric"),
@@ -313,3 +316,21 @@ def test_a_view_counts_indexes_and_iterates():
             cluster[outside]
     with pytest.raises(InputError, match="the simulation of this cluster has ended"):
         cluster.predict(REQUEST, "e2e_s", [0])
+
+
+def test_a_signal_that_is_none_is_named_with_those_that_are():
+    class Asks:
+        def choose(self, request, cluster, rng):
+            return cluster[0].queue_length
+
+    with pytest.raises(AttributeError, match="no signal 'queue_length'; it has: instance, age_s, running"):
+        simulate(requests([0.0, 1.0], 10, 2), Asks(), instances=2)
+
+
+def test_a_choose_that_cannot_be_called_is_refused_before_the_run():
+    class Short:
+        def choose(self, request, cluster):
+            return 0
+
+    with pytest.raises(InputError, match=r"policy Short: choose\(request, cluster, rng\) cannot be called so"):
+        simulate(requests([0.0, 1.0], 10, 2), Short(), instances=2)

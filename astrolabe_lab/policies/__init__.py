@@ -4,10 +4,14 @@
 ``cluster[i]`` (one instance's signals), ``cluster.signals`` (all of them, as a structured array), ``cluster.instances``
 (their stable numbers) and ``cluster.predict(request, metric, indices)``. A class of your own with that one method runs
 wherever these do. A policy that needs predicted lengths says so with a class attribute ``needs_lengths = True``.
+
+The signals of an instance: ``instance, age_s, running, waiting, free_blocks, total_blocks, block_size, waiting_blocks,
+first_waiting_blocks, pending_tokens, in_flight, in_flight_tokens`` (what they mean: ``astrolabe_lab.sim.signals``).
 """
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import fields
 
 from astrolabe_lab.errors import InputError
@@ -58,7 +62,12 @@ def parse(text: str):
     if name in _SHORT:
         name, values["variant"] = _SHORT[name]
     if name not in NAMES:
-        raise InputError(f"policy {name!r} is unknown; allowed: {', '.join(NAMES)}, with options as NAME:key=value,...")
+        close = difflib.get_close_matches(name, [*NAMES, *_SHORT], n=1)
+        meant = f". Did you mean {close[0]}?" if close else ""
+        raise InputError(
+            f"policy {name!r} is unknown; allowed: {', '.join(NAMES)}, with options as NAME:key=value,...; "
+            f"short forms: {', '.join(_SHORT)}{meant}"
+        )
     kind = NAMES[name]
     allowed = {f.name: f for f in fields(kind) if f.repr}
     for part in filter(None, (p.strip() for p in rest.split(","))):

@@ -7,6 +7,7 @@ and ``twin`` (whole runs in compiled code).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -116,6 +117,12 @@ def _check_policy(policy, n: int, lengths: bool) -> None:
     if not callable(getattr(policy, "choose", None)):
         raise InputError(f"policy {policy!r} has no method choose(request, cluster, rng)")
     name = policies.spec(policy)
+    try:
+        inspect.signature(policy.choose).bind("request", "cluster", "rng")
+    except TypeError as error:
+        raise InputError(f"policy {name}: choose(request, cluster, rng) cannot be called so: {error}") from None
+    except ValueError:
+        pass  # a builtin that tells no signature
     if getattr(policy, "needs_lengths", False) and not lengths:
         raise InputError(f"policy {name} needs predicted lengths and the trace has no predicted_tokens: {ATTACH}")
     if isinstance(policy, policies.Astrolabe) and policy.k > n:

@@ -48,6 +48,9 @@ class Signals:
     in_flight: int
     in_flight_tokens: int
 
+    def __getattr__(self, name):
+        raise AttributeError(f"an instance has no signal {name!r}; it has: {', '.join(SIGNALS.names)}")
+
 
 @compiled
 def read_counts(engines, requests, i, now_s, x):
