@@ -117,8 +117,8 @@ def _planned(
     for rate in dict.fromkeys(point.qps for point in points):
         with_arrivals(first, rate, arrivals, points[0].seed, alpha)
     few = replace(setting, requests={seed: frame.head(3) for seed, frame in setting.requests.items()})
-    named = {point.label: point for point in points if isinstance(point.policy, str)}
-    for point in named.values():
+    named = {point.label: point for point in reversed(points) if isinstance(point.policy, str)}
+    for point in reversed(named.values()):
         try:
             run_point(few, point)
         except InputError as error:

@@ -139,7 +139,7 @@ def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):
         with pytest.raises(InputError):
             sweep(**good | change)
     with pytest.raises(InputError, match=r"astrolabe:k=4 at 5 QPS, seed 0: .*k=4"):
-        sweep(**good | {"policies": ["random", "astrolabe:k=4"]})
+        sweep(**good | {"policies": ["random", "astrolabe:k=4"], "qps": [5, 6], "seeds": [0, 1]})
 
 
 def test_a_rehearsal_refuses_what_the_sweep_would_and_an_unknown_baseline():
