@@ -108,6 +108,24 @@ def finishing_step(engines, requests, running, batch, done, i):
 
 
 @compiled
+def steps_with_blocks(engines, requests, running, i, room):
+    """How many steps of steady decoding ``room`` blocks last: n requests take n blocks every block_size steps, and in
+    between each takes one when the space in its last block is used up."""
+    e = engines[i]
+    n = e.n_running
+    used_up = np.zeros(e.block_size, np.int64)  # requests by the steps that their last block still has space for
+    for k in range(n):
+        q = requests[running[i, k]]
+        used_up[min(q.blocks * e.block_size - q.computed, e.block_size - 1)] += 1
+    left = room % n
+    steps = 0
+    while steps < e.block_size - 1 and used_up[steps] <= left:
+        left -= used_up[steps]
+        steps += 1
+    return room // n * e.block_size + steps
+
+
+@compiled
 def leap(engines, requests, running, i, until_s, arrival_s):
     """Many steps of steady decoding at once.
 
@@ -130,31 +148,19 @@ def leap(engines, requests, running, i, until_s, arrival_s):
     if fixed > 0.0 and (stop_s - end_s) < most * fixed * slow:
         most = np.int64((stop_s - end_s) / (fixed * slow)) + 2  # a step takes at least `fixed`
         most = min(most, e.quiet)
-    # n requests take n blocks every block_size steps: the first bound is safe, the second is not
-    low = min(most, room // n * e.block_size)
-    high = min(most, (room // n + 1) * e.block_size - 1)
-    steps = high
-    while True:  # about the most steps whose blocks fit, by bisection
-        need = 0
-        context = 0
-        for k in range(n):
-            q = requests[running[i, k]]
-            context += q.computed
-            if q.computed + steps > q.blocks * e.block_size:
-                need += blocks_of(q.computed + steps, e.block_size) - q.blocks
-        if need <= room:
-            low = steps
-        elif low >= e.block_size:
-            break  # far enough: the exact bound would cost more than the steps it adds
-        else:
-            high = steps - 1
-        if low >= high:
-            break
-        steps = (low + high + 1) // 2
+    context = 0
+    need = 0
+    for k in range(n):
+        q = requests[running[i, k]]
+        context += q.computed
+        if q.computed + most > q.blocks * e.block_size:
+            need += blocks_of(q.computed + most, e.block_size) - q.blocks
+    if need > room:
+        most = min(most, steps_with_blocks(engines, requests, running, i, room))
     steps = 0
     if e.depth == 1:
         start_s = e.start_s[oldest]
-        while steps < low and end_s < stop_s:
+        while steps < most and end_s < stop_s:
             start_s = end_s
             end_s = start_s + (fixed + per_kv * context) * slow
             context += n
@@ -162,7 +168,7 @@ def leap(engines, requests, running, i, until_s, arrival_s):
         e.start_s[oldest] = start_s
         e.end_s[oldest] = end_s
     else:
-        while steps < low and e.end_s[e.oldest] < stop_s:
+        while steps < most and e.end_s[e.oldest] < stop_s:
             turn(e, (fixed + per_kv * context) * slow)
             context += n
             steps += 1
