@@ -421,3 +421,20 @@ def test_a_trace_with_one_request_and_simultaneous_arrivals_are_served():
     assert (one.finished_s[0], one.ttft_s[0], one.predicted_e2e_s[0]) == (3.0, 1.0, 3.0)
     burst = simulate(requests([1.0] * 40, 5, 3), "least_loaded", instances=4, engine=TIGHT, cost=COST, compiled=False)
     assert Counter(burst.instance) == Counter(dict.fromkeys(range(4), 10))
+
+
+def test_a_burst_of_many_at_one_instant_costs_each_the_same():
+    """The queue is counted, not walked, at each decision: walked, this would take minutes."""
+    seen = []
+
+    class Counting:
+        def __deepcopy__(self, memo):
+            return self
+
+        def choose(self, request, cluster, rng):
+            seen.append(int((cluster.signals["running"] + cluster.signals["waiting"]).sum()))
+            return 0
+
+    result = simulate(requests(np.zeros(100_000), 20, 2), Counting(), instances=1, engine=AMPLE, cost=COST)
+    assert (result["status"] == "ok").all()
+    assert seen == list(range(100_000)), "each sees all before it, running or waiting"

@@ -24,12 +24,23 @@ def advance(engines, requests, running, batch, done, log, i, until_s, target, le
     A step that would start exactly at ``until_s`` waits for the next call, so that a request delivered at that
     instant is still seen by it. Stops early when request ``target`` (or NONE) has finished.
     """
+    run_until(engines, requests, running, batch, done, log, i, until_s, target, leaps)
+    e = engines[i]
+    if until_s < np.inf and e.inbox_head != NONE:
+        if e.n_in_flight == 0 and e.n_running + e.n_waiting == 0:  # idle: the first arrival wakes it, at its own time
+            e.now_s = max(e.now_s, min(requests[e.inbox_head].ready_s, until_s))
+        take_inbox(engines, requests, running, batch, done, log, i, until_s)
+
+
+@compiled
+def run_until(engines, requests, running, batch, done, log, i, until_s, target, leaps):
+    """The steps of ``advance``."""
     e = engines[i]
     while True:
         if e.n_in_flight < e.depth and e.stalled == 0:
             if e.now_s >= until_s:
                 return
-            take_inbox(engines, requests, running, batch, done, log, i)
+            take_inbox(engines, requests, running, batch, done, log, i, e.now_s)
             if e.n_running + e.n_waiting > 0:
                 before = e.preemptions
                 if schedule(engines, requests, running, batch, done, log, i) > 0:
@@ -66,8 +77,7 @@ def advance(engines, requests, running, batch, done, log, i, until_s, target, le
                         continue
                 if e.free_blocks > e.n_running and (e.quiet > 0 or (e.depth == 1 and e.n_waiting == 0)):
                     if log.size > 0:
-                        e.now_s = end_s
-                        take_inbox(engines, requests, running, batch, done, log, i)  # to show who waits
+                        take_inbox(engines, requests, running, batch, done, log, i, end_s)  # to show who waits
                     if e.quiet > 0:
                         steady_step(engines, requests, running, i)
                     else:
@@ -128,6 +138,7 @@ def stop(engines, requests, running, batch, done, log, i, now_s, give_back):
             q.finished_s = now_s
     e.n_running = 0
     e.n_waiting = 0
+    e.waiting_tokens = 0
     e.waiting_blocks = 0
     e.waiting_head = NONE
     e.waiting_tail = NONE

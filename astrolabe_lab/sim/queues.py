@@ -38,13 +38,13 @@ def deliver(engines, requests, running, batch, done, log, i, r, ready_s):
 
 
 @compiled
-def take_inbox(engines, requests, running, batch, done, log, i):
-    """Move what has arrived by now to the waiting queue's tail."""
+def take_inbox(engines, requests, running, batch, done, log, i, now_s):
+    """Move what has arrived by now_s to the waiting queue's tail."""
     e = engines[i]
     while e.inbox_head != NONE:
         r = e.inbox_head
         q = requests[r]
-        if q.ready_s > e.now_s:
+        if q.ready_s > now_s:
             return
         e.inbox_head = q.next
         if q.next == NONE:
@@ -55,11 +55,13 @@ def take_inbox(engines, requests, running, batch, done, log, i):
         q.next = NONE
         if e.waiting_tail == NONE:
             e.waiting_head = r
+            e.steady = 0  # behind a blocked queue an arrival changes nothing; an empty one was not blocked
         else:
             requests[e.waiting_tail].next = r
         e.waiting_tail = r
         q.state = WAITING
         e.n_waiting += 1
+        e.waiting_tokens += q.prompt + q.predicted
         e.waiting_blocks += blocks_of(q.prompt + q.generated, e.block_size)
 
 
@@ -78,6 +80,7 @@ def leave_waiting(engines, requests, running, batch, done, log, i, r):
     q.previous = NONE
     q.next = NONE
     e.n_waiting -= 1
+    e.waiting_tokens -= q.prompt + q.predicted
     e.waiting_blocks -= blocks_of(q.prompt + q.generated, e.block_size)
 
 
@@ -102,6 +105,7 @@ def preempt_last(engines, requests, running, batch, done, log, i, victims):
         requests[victims].previous = r
     e.preemptions += 1
     e.n_waiting += 1
+    e.waiting_tokens += q.prompt + q.predicted
     e.waiting_blocks += blocks_of(q.prompt + q.generated, e.block_size)
     if log.size > 0:
         at = engines[i].log_rows

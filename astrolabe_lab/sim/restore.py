@@ -73,6 +73,7 @@ def restore(engines, requests, running, batch, template, header, rows, extension
                 requests[last].next = j
             last = j
             e.n_waiting += 1
+            e.waiting_tokens += q.prompt + q.predicted
             e.waiting_blocks += blocks_of(q.prompt + q.generated, e.block_size)
         before = row.computed
         known = row.prompt + row.generated

@@ -84,14 +84,10 @@ def read_signals(engines, requests, running, batch, i, now_s, x):
     """Fill the record x with all of engine i's signals at now_s, pending tokens included."""
     read_counts(engines, requests, i, now_s, x)
     e = engines[i]
-    pending = 0
+    pending = e.waiting_tokens
     for k in range(e.n_running):
         q = requests[running[i, k]]
         pending += max(0, q.prompt + q.predicted - (q.computed - q.in_flight))
-    r = e.waiting_head
-    while r != NONE:
-        pending += requests[r].prompt + requests[r].predicted
-        r = requests[r].next
     r = e.inbox_head
     while r != NONE and requests[r].ready_s <= now_s:
         pending += requests[r].prompt + requests[r].predicted

@@ -72,6 +72,7 @@ ENGINE = np.dtype(
         ("free_blocks", "i8"),
         ("n_running", "i8"),
         ("n_waiting", "i8"),
+        ("waiting_tokens", "i8"),  # prompt and predicted tokens of the waiting requests
         ("waiting_blocks", "i8"),  # blocks that the waiting requests need for what they hold now
         ("waiting_head", "i8"),
         ("waiting_tail", "i8"),
