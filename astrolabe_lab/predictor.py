@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from astrolabe_lab.errors import InputError
+from astrolabe_lab.cost import StepCost
+from astrolabe_lab.errors import InputError, check_kind
 from astrolabe_lab.request import Request
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.compiled import compiled
@@ -121,6 +122,8 @@ class Predictor:
     assumed to end ``extension_tokens`` later (the paper's rule: 10)."""
 
     def __init__(self, engine: EngineConfig, cost, extension_tokens: int = EXTENSION_TOKENS):
+        check_kind("engine", engine, EngineConfig, "EngineConfig(...)")
+        check_kind("cost", cost, StepCost, "StepCost.parse(...)")
         check_extension(extension_tokens)
         self.engine = engine
         self.cost = cost

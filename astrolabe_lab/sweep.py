@@ -5,7 +5,7 @@ import itertools
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -131,12 +131,16 @@ def _points(policies, qps, seeds) -> list[Point]:
 
     if isinstance(policies, str) or not isinstance(policies, (Mapping, Sequence)):
         raise InputError(f"policies={policies!r} should be a list, or a mapping from label to policy")
+    for name, values in (("qps", qps), ("seeds", seeds)):
+        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+            raise InputError(f"{name}={values!r} should be a list, e.g. [{values!r}]")
+    qps, seeds = [*qps], [*seeds]
     by_label = isinstance(policies, Mapping)
     named = list(policies.items()) if by_label else [(p if isinstance(p, str) else spec(p), p) for p in policies]
     for _, policy in named:
         if isinstance(policy, str):
             parse(policy)  # a misspelt one is told now, not in the middle of the sweep
-    for name, values in (("policies", [label for label, _ in named]), ("qps", [*qps]), ("seeds", [*seeds])):
+    for name, values in (("policies", [label for label, _ in named]), ("qps", qps), ("seeds", seeds)):
         if not values:
             raise InputError(f"{name} is empty: a sweep needs at least one")
         if repeated := {str(value) for value in values if values.count(value) > 1}:

@@ -21,6 +21,7 @@ from astrolabe_lab.request import Request
 from astrolabe_lab.run import run_notebook
 from astrolabe_lab.sim.cluster import ControlPlane, Outage, simulate
 from astrolabe_lab.sim.engine import EngineConfig, run_one
+from astrolabe_lab.sweep import sweep
 
 COST = StepCost.parse("base_s=0.01")
 HEADER = "prompt_tokens,output_tokens\n"
@@ -35,6 +36,16 @@ def requests(n=20, qps=5.0, prompt=100, output=50):
 def run(trace=None, policy="round_robin", **options):
     options = {"instances": 2, "engine": EngineConfig(), "cost": COST} | options
     return simulate(requests() if trace is None else trace, policy, **options)
+
+
+class Asking:
+    """A policy that asks for a prediction of an instance that is none."""
+
+    def __init__(self, index):
+        self.index = index
+
+    def choose(self, request, cluster, rng):
+        return int(cluster.predict(request, "e2e_s", [self.index]).argmin())
 
 
 # --- trace files --------------------------------------------------------------------------------------------
@@ -141,7 +152,7 @@ def test_a_million_rows_load_and_round_trip(tmp_path):
         ({"engine": [EngineConfig(), None]}, "engine: None is no EngineConfig"),
         ({"cost": 0.01}, "cost: 0.01 is no StepCost"),
         ({"predictor_cost": 3}, "predictor_cost: 3 is no StepCost"),
-        ({"control": None}, "control=None is no ControlPlane"),
+        ({"control": None}, "control: None is no ControlPlane"),
         ({"latency_noise": 0.3}, "LatencyNoise"),
         ({"faults": Outage(0, 1.0)}, "faults=.*"),
         ({"faults": None}, "faults: None is no list"),
@@ -325,3 +336,21 @@ def test_half_a_character_in_a_record_spoils_no_report(tmp_path):
     (tmp_path / "run.json").write_text('{"status": "ok", "note": "\\ud800"}')
     page = report.build(executed(tmp_path, shown({"text/plain": "fine"})), tmp_path / "r.html")
     assert "fine" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "call, told",
+    [
+        (lambda: run_one(requests(), None), "config: None is no EngineConfig"),
+        (lambda: run_one(requests(), cost=3), "cost: 3 is no StepCost"),
+        (lambda: Predictor(None, COST), "engine: None is no EngineConfig"),
+        (lambda: Predictor(EngineConfig(), None), "cost: None is no StepCost"),
+        (lambda: sweep(requests(), ["random"], 5, [0]), "qps=5 should be a list"),
+        (lambda: sweep(requests(), ["random"], [5], 3), "seeds=3 should be a list"),
+        (lambda: run(policy=Asking("a")), "asked for instance 'a'"),
+        (lambda: run(policy=Asking(0.5)), "asked for instance 0.5"),
+    ],
+)
+def test_an_argument_of_the_wrong_kind_is_named(call, told):
+    with pytest.raises(InputError, match=told):
+        call()

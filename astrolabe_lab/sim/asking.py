@@ -80,9 +80,9 @@ class Asking:
         if not callable(metric) and metric not in METRICS:
             raise InputError(f"metric={metric!r} is not one of {', '.join(METRICS)}, nor a callable")
         for index in indices:
-            if not 0 <= index < n:
+            if not isinstance(index, (int, np.integer)) or not 0 <= index < n:
                 raise InputError(
-                    f"policy {self.policy}: predict() was asked for instance {index}; the cluster has "
+                    f"policy {self.policy}: predict() was asked for instance {index!r}; the cluster has "
                     f"{n} healthy instances, 0..{n - 1}"
                 )
 

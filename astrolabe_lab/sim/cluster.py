@@ -14,7 +14,7 @@ import numpy as np
 
 from astrolabe_lab import policies
 from astrolabe_lab.cost import StepCost
-from astrolabe_lab.errors import InputError
+from astrolabe_lab.errors import InputError, check_kind
 from astrolabe_lab.predictor import EXTENSION_TOKENS, check_extension
 from astrolabe_lab.sim import twin, view
 from astrolabe_lab.sim.asking import ATTACH
@@ -64,10 +64,8 @@ def simulate(
         )
     if isinstance(policy, str):
         policy = policies.parse(policy)
-    if not isinstance(control, ControlPlane):
-        raise InputError(f"control={control!r} is no ControlPlane; write control=ControlPlane(status_interval_s=0.1)")
-    if not isinstance(latency_noise, LatencyNoise):
-        raise InputError(f"latency_noise={latency_noise!r} is no LatencyNoise; write LatencyNoise(common=0.3)")
+    check_kind("control", control, ControlPlane, "ControlPlane(status_interval_s=0.1)")
+    check_kind("latency_noise", latency_noise, LatencyNoise, "LatencyNoise(common=0.3)")
     check_extension(extension_tokens)
     engines = _engines(instances, engine, cost, predictor_cost)
     _check_policy(policy, instances, "predicted_tokens" in trace)
@@ -101,9 +99,9 @@ def _engines(instances, engine, cost, predictor_cost):
         if value is None:
             value = spread[1]
         values = list(value) if isinstance(value, (list, tuple)) else [value] * instances
-        kind, example = (EngineConfig, "EngineConfig()") if what == "engine" else (StepCost, "StepCost.parse(...)")
-        for wrong in (v for v in values if not isinstance(v, kind)):
-            raise InputError(f"{what}: {wrong!r} is no {kind.__name__}; give one for all, or one each: {example}")
+        kind, example = (EngineConfig, "EngineConfig(...)") if what == "engine" else (StepCost, "StepCost.parse(...)")
+        for one in values:
+            check_kind(what, one, kind, f"{example}, one for all, or one each")
         if len(values) != instances:
             raise InputError(f"{what}: {len(values)} given for {instances} instances; give one for all, or one each")
         spread.append(values)

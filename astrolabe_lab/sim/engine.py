@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from astrolabe_lab.errors import InputError
+from astrolabe_lab.cost import StepCost
+from astrolabe_lab.errors import InputError, check_kind
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.state import FINISHED, INBOX, NONE, REJECTED, RUNNING, WAITING, State, new_state
@@ -58,6 +59,8 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
         from astrolabe_lab.cost import preset
 
         cost = preset("llama2-7b-a30").cost
+    check_kind("config", config, EngineConfig, "EngineConfig(...)")
+    check_kind("cost", cost, StepCost, "StepCost.parse(...)")
     prompt = trace["prompt_tokens"].to_numpy()
     output = trace["output_tokens"].to_numpy()
     served = ~config.rejects(prompt, output)
