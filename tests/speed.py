@@ -75,11 +75,14 @@ def paper_lengths():
     return generated, "generated ShareGPT-like lengths (the paper's are not here)"
 
 
-def timed(run, repeats, cpu=time.process_time):
-    """(best wall, median wall, best CPU) seconds of `repeats` calls of run(), after one that compiles."""
+def timed(run, repeats, cpu=time.process_time, prepare=lambda: None):
+    """(best wall, median wall, best CPU) seconds of `repeats` calls of run(), after one that compiles; prepare(), not
+    timed, comes before each."""
+    prepare()
     run()
     wall_s, cpu_s = [], []
     for _ in range(repeats):
+        prepare()
         began, began_cpu = time.perf_counter(), cpu()
         run()
         cpu_s.append(cpu() - began_cpu)
@@ -139,11 +142,15 @@ def one_engine(requests, repeats, qps=2.33):
         waiting = loaded(frame)
         for r, ready_s in enumerate(frame["arrived_s"].to_numpy()):
             deliver(*waiting, 0, r, ready_s)
-        states = [type(waiting)(*(array.copy() for array in waiting)) for _ in range(repeats + 1)]
-        fresh = iter(states)
-        times = timed(lambda fresh=fresh, leaps=leaps: run_to_end(next(fresh), leaps), repeats)
-        steps, tokens = (int(states[-1].engines[count][0]) for count in ("steps", "tokens"))
-        finished.append(states[-1].requests["finished_s"])
+        state = type(waiting)(*(array.copy() for array in waiting))
+
+        def start_again(state=state, waiting=waiting):
+            for array, at_start in zip(state, waiting, strict=True):
+                array[...] = at_start
+
+        times = timed(lambda state=state, leaps=leaps: run_to_end(state, leaps), repeats, prepare=start_again)
+        steps, tokens = (int(state.engines[count][0]) for count in ("steps", "tokens"))
+        finished.append(state.requests["finished_s"])
         rates = [steps / seconds / 1e6 for seconds in times]
         note = f"{steps:,} iterations of {tokens / steps:.0f} tokens on average"
         rows.append(Row(f"one engine, {qps} QPS, {name}", *rates, MILLION, reach, note))
