@@ -3,13 +3,13 @@
 For a longer hunt than CI's: ``python -m tests.live.test_schedule_equals_vllm --seeds 1000:3000``.
 """
 
-from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from astrolabe_lab import oracle
+from astrolabe_lab.cost import Regime, StepCost
 from astrolabe_lab.sim.engine import EngineConfig, run_one
 
 from . import NEEDS_VLLM
@@ -60,7 +60,7 @@ def random_workload(seed, chunked=None, asynchronous=None):
         scale = [1e-3, 1e-2, 1e-4, 1e-4, 1e-6, 1e-8]
         cost = rng.uniform(0, 1, (2, 6)) * scale
         cost[:, 1] += 1e-3
-    return _arrivals(rng, prompt, output, tick), config, SimpleNamespace(array=cost)
+    return _arrivals(rng, prompt, output, tick), config, StepCost(*(Regime(*row) for row in cost.tolist()))
 
 
 def _arrivals(rng, prompt, output, tick):
