@@ -11,7 +11,7 @@ import numpy as np
 from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.queues import deliver, take_inbox
 from astrolabe_lab.sim.schedule import complete, schedule, write_log
-from astrolabe_lab.sim.state import FAILED, FINISHED, NONE
+from astrolabe_lab.sim.state import FAILED, FINISHED, NONE, UNBORN
 from astrolabe_lab.sim.steady import finishing_step, leap, quiet_steps, steady_step
 
 __all__ = ["advance", "advance_all", "deliver", "stop"]
@@ -130,7 +130,7 @@ def stop(engines, requests, running, batch, done, log, i, now_s, give_back):
         done[i, q.router, 0] += 1
         done[i, q.router, 1] += q.prompt + q.predicted
         if give_back:
-            q.state = 0
+            q.state = UNBORN
             q.generated = 0
             q.first_token_s = np.nan
         else:

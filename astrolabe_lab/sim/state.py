@@ -20,7 +20,6 @@ NONE = -1  # end of a linked list
 
 # request states
 UNBORN, INBOX, WAITING, RUNNING, FINISHED, REJECTED, FAILED = range(7)
-STATUS_NAMES = {FINISHED: "ok", REJECTED: "rejected", FAILED: "failed"}
 
 REQUEST = np.dtype(
     [
