@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     arrives(
         "--lengths",
         metavar="SPEC",
-        help="predicted lengths: trace, oracle, constant:N or noisy:REL (default: the trace's, if any)",
+        help="predicted lengths: trace, oracle, constant:N, noisy:REL or tagger:DIR (default: the trace's, if any)",
     )
 
     goes = parser.add_argument_group("where it goes").add_argument

@@ -55,9 +55,11 @@ def test_noise_levels_are_paired_and_seeds_are_not():
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("trace", "use oracle, constant:N or noisy:REL"),
-        ("tagger:models/x", "comes with the Length part"),
-        ("perfect", "allowed are trace, oracle, constant:N, noisy:REL"),
+        ("trace", "use oracle, constant:N, noisy:REL or tagger:DIR"),
+        ("tagger:models/x", "is no folder, so it is no length model"),
+        ("tagger:", "allowed are"),
+        ("tagger", "allowed are"),
+        ("perfect", "allowed are trace, oracle, constant:N, noisy:REL, tagger:DIR"),
         ("oracle:1", "allowed are"),
         ("noisy", "allowed are"),
         ("constant", "allowed are"),
@@ -72,7 +74,7 @@ def test_noise_levels_are_paired_and_seeds_are_not():
 )
 def test_wrong_specs_are_named_with_what_is_allowed(spec, says):
     with pytest.raises(InputError, match=says):
-        attach(frame([5]), spec)
+        attach(frame([5], prompt="Hello?"), spec)
 
 
 def test_predictions_of_a_trace_are_checked():
