@@ -2,7 +2,11 @@
 
 Columns: ``rid`` (int64, unique), ``arrived_s`` (float64, seconds, non-decreasing), ``prompt_tokens``,
 ``output_tokens`` (int64, >= 1) and optionally ``predicted_tokens`` (int64, >= 1), ``slo`` (``tight`` or
-``loose``), ``family``, ``prompt`` (text) and ``prefix_blocks`` (a tuple of integers a row).
+``loose``), ``family``, ``prompt``, ``client`` (text), ``reason_ratio`` (float64, the share of the answer that
+is reasoning) and ``prefix_blocks`` (a tuple of integers a row: prompts that begin with the same ids begin with
+the same tokens). An id stands for ``prefix_block_tokens`` tokens, the last one of a prompt perhaps for fewer;
+that is a column too, the same number in every row, because pandas loses ``attrs`` on the way (``concat``,
+``merge``, CSV).
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ from astrolabe_lab.trace_columns import (
     reject_near_misses,
 )
 from astrolabe_lab.trace_formats import FORMATS, read
+from astrolabe_lab.trace_json import CONVERSATIONS
+from astrolabe_lab.trace_sampling import sample
 
 if TYPE_CHECKING:
     import pandas as pd
 
 FILTERS = ("min_prompt_tokens", "min_output_tokens", "max_prompt_tokens", "max_total_tokens")
+CHOICES = {"model": "burstgpt, lmsys", "log_type": "burstgpt", "language": "lmsys", "type": "bailian"}
 _VLLM_FILTER = dict(zip(FILTERS, (4, 4, 1024, 2048), strict=True))
 
 
@@ -44,17 +51,22 @@ def load(
 ) -> pd.DataFrame:
     """Return the requests of a trace file as a trace frame, without ``arrived_s`` if the file has no times.
 
-    path: CSV or Parquet of our own, Azure LLM inference CSV, Vidur lengths, ShareGPT JSON; gzipped or not.
-    format: one of ``csv, parquet, azure, vidur, sharegpt``; by default the content tells.
+    path: a file of one of the ``FORMATS``, gzipped or not.
+    format: one of ``csv, parquet, azure, burstgpt, vidur, mooncake, bailian, sharegpt, lmsys``; by default the
+        content tells.
     on_bad: ``error`` refuses a file with bad rows and shows the first; ``drop`` leaves them out, counted.
     unsorted: ``error`` refuses arrival times that go back; ``sort`` orders rows by time (stable; a rid stays
         with its row). An order is not the fault of one row, so this is apart from ``on_bad``.
-    tokenizer: for ShareGPT text, see ``tokens.counter``; the default is our own approximation.
+    tokenizer: for ShareGPT and LMSYS texts, see ``tokens.counter``; the default is our own approximation.
     filters: ``min_prompt_tokens, min_output_tokens, max_prompt_tokens, max_total_tokens``, each inclusive,
-        None for no limit. ShareGPT has the limits of vLLM's benchmark (4, 4, 1024, 2048) unless set; other
-        formats have none.
+        None for no limit. ShareGPT and LMSYS have the limits of vLLM's benchmark (4, 4, 1024, 2048) unless
+        set; other formats have none. ``model, log_type`` (BurstGPT), ``model, language`` (LMSYS) and ``type``
+        (Bailian) keep the rows of exactly this text.
 
-    A file without ``rid`` gets 0..n-1, counted after filters and dropped rows. Azure times start at 0.
+    A file without ``rid`` gets 0..n-1, counted after filters and dropped rows. Azure times start at 0; others
+    stand as in the file, also where many requests share one (Mooncake's come in batches of three seconds).
+    A request that BurstGPT logged as failed (0 response tokens) cannot be replayed: it is left out, counted as
+    ``failed`` among ``filtered``. ``family`` is BurstGPT's model and log type, LMSYS's model, Bailian's type.
     ``attrs`` of the frame say what was done: ``source, format, rows_read, bad_rows, out_of_order_rows,
     filtered, ignored_columns`` and ``token_counter``. Raises InputError, naming file and line.
     """
@@ -109,6 +121,8 @@ def load(
         "filtered": filtered,
         "ignored_columns": list(table.ignored),
     } | {name: value for name, value in table.attrs.items() if name == "token_counter"}
+    if "prefix_block_tokens" in frame:
+        frame.attrs["prefix_block_tokens"] = prefix_block_tokens(frame)
     return frame
 
 
@@ -183,17 +197,51 @@ def check(frame: pd.DataFrame, times: bool = True) -> pd.DataFrame:
     return checked
 
 
+def prefix_block_tokens(frame: pd.DataFrame) -> int | None:
+    """Return how many tokens an id of ``prefix_blocks`` stands for; None where the trace does not say.
+
+    The column ``prefix_block_tokens`` tells, else ``attrs["prefix_block_tokens"]``. Raises InputError where the
+    column holds more than one number.
+    """
+    if "prefix_block_tokens" not in frame:
+        return frame.attrs.get("prefix_block_tokens")
+    sizes = frame["prefix_block_tokens"].unique()
+    if len(sizes) != 1:
+        shown = ", ".join(map(str, sizes[:4]))
+        raise InputError(f"trace: prefix_block_tokens holds {shown}; its ids must all stand for as many tokens")
+    return int(sizes[0])
+
+
 def _filter(table: Table, filters: dict):
     import numpy as np
 
-    unknown = [name for name in filters if name not in FILTERS]
+    unknown = [name for name in filters if name not in (*FILTERS, *CHOICES)]
     if unknown:
-        raise InputError(f"filter {', '.join(unknown)} is unknown: allowed are {', '.join(FILTERS)}")
-    limits = (_VLLM_FILTER if table.format == "sharegpt" else {}) | filters
+        raise InputError(f"filter {', '.join(unknown)} is unknown: allowed are {', '.join((*FILTERS, *CHOICES))}")
+    chosen = {name: filters[name] for name in CHOICES if filters.get(name) is not None}
+    limits = {name: limit for name, limit in filters.items() if name in FILTERS}
+    limits = (_VLLM_FILTER if table.format in CONVERSATIONS else {}) | limits
     prompt, output = (as_floats(table.columns[name]) for name in ("prompt_tokens", "output_tokens"))
     sizes = {"prompt": prompt, "output": output, "total": prompt + output}
     keep = np.ones(len(prompt), dtype=bool)
     filtered = dict(table.attrs.get("filtered", {}))
+
+    def leave_out(name, rows):
+        rows = keep & rows
+        rows[list(table.bad)] = False
+        filtered[name] = int(rows.sum())
+        keep[rows] = False
+
+    for name, wanted in chosen.items():
+        if name not in table.choices:
+            raise InputError(f"filter {name}={wanted!r}: a {table.format} file has no {name}; {CHOICES[name]} have")
+        values = np.array(table.choices[name], dtype=object)
+        if not (values == wanted).any():
+            there = ", ".join(map(repr, sorted(set(values))[:8]))
+            raise InputError(f"filter {name}={wanted!r} matches no row: the file has {there}")
+        leave_out(name, values != wanted)
+    for name, rows in table.left_out.items():
+        leave_out(name, rows)
     for name, limit in limits.items():
         if limit is None:
             continue
@@ -201,10 +249,7 @@ def _filter(table: Table, filters: dict):
             raise InputError(f"{name}={limit!r} is not usable: allowed are integers >= 0 and None (no limit)")
         bound, which, _ = name.split("_")
         size = sizes[which]
-        out = keep & ((size < limit) & (size >= 0) if bound == "min" else size > limit)
-        out[list(table.bad)] = False
-        filtered[name] = int(out.sum())
-        keep &= ~out
+        leave_out(name, (size < limit) & (size >= 0) if bound == "min" else size > limit)
     return keep, filtered
 
 
@@ -233,4 +278,4 @@ def _parquet_bytes(frame) -> bytes:
     return out.getvalue()
 
 
-__all__ = ["COLUMNS", "FILTERS", "FORMATS", "check", "load", "save"]
+__all__ = ["CHOICES", "COLUMNS", "FILTERS", "FORMATS", "check", "load", "prefix_block_tokens", "sample", "save"]

@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 
 from astrolabe_lab.errors import InputError
 
+COLUMNS = (
+    *("rid", "arrived_s", "prompt_tokens", "output_tokens", "predicted_tokens", "slo", "family", "prompt"),
+    *("prefix_blocks", "prefix_block_tokens", "client", "reason_ratio"),
+)
 MAX_TOKENS = 10**9
 MAX_SECONDS = 1e10  # Unix times in seconds fit; beyond, float64 can no longer tell microseconds apart
 _COUNT = (1, MAX_TOKENS, f"an integer from 1 to {MAX_TOKENS:,}")
@@ -18,20 +22,28 @@ _NUMBERS = {
     "prompt_tokens": _COUNT,
     "output_tokens": _COUNT,
     "predicted_tokens": _COUNT,
+    "prefix_block_tokens": _COUNT,
+    "reason_ratio": (0.0, 1.0, "a number from 0 to 1"),
 }
-_OTHERS = {"slo": "tight or loose", "family": "text", "prompt": "text", "prefix_blocks": "integers >= 0"}
-COLUMNS = (*_NUMBERS, *_OTHERS)
+_REAL = ("arrived_s", "reason_ratio")
+_OTHERS = {"slo": "tight or loose", "prefix_blocks": "integers >= 0"}
 
 
 @dataclass
 class Table:
-    """Columns as they stand in a file: ``columns[name][i]`` is from ``where(i)``; ``bad``: complaints."""
+    """Columns as they stand in a file: ``columns[name][i]`` is from ``where(i)``; ``bad``: complaints.
+
+    ``choices`` hold what rows may be chosen by and no column of ours takes; ``left_out`` masks, by reason, the
+    rows that are no fault of the file and yet no requests.
+    """
 
     format: str
     columns: dict[str, Sequence]
     where: Callable[[int], str]
     bad: dict[int, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    choices: dict[str, Sequence[str]] = field(default_factory=dict)
+    left_out: dict[str, Sequence[bool]] = field(default_factory=dict)
     attrs: dict = field(default_factory=dict)
 
 
@@ -47,15 +59,17 @@ def check_columns(table: Table, keep):
             floats = as_floats(values)
             with np.errstate(invalid="ignore"):
                 good = np.isfinite(floats) & (floats >= low) & (floats <= high)
-                if name != "arrived_s":
+                if name not in _REAL:
                     good &= floats == np.rint(floats)
-            columns[name] = np.where(good, floats, 0).astype(np.float64 if name == "arrived_s" else np.int64)
+            columns[name] = np.where(good, floats, 0).astype(np.float64 if name in _REAL else np.int64)
         else:
-            allowed = _OTHERS[name]
+            allowed = _OTHERS.get(name, "text")
             convert = _blocks if name == "prefix_blocks" else _slos if name == "slo" else _texts
             columns[name], good = convert(values)
         for i in np.flatnonzero(keep & ~good):
             complaints.setdefault(int(i), f"{name} is {_shown(values[i])} (allowed: {allowed})")
+    if "prefix_blocks" in columns:
+        _check_blocks(columns, keep, complaints)
     if "rid" in columns:
         first: dict[int, int] = {}
         used = keep.copy()
@@ -70,24 +84,52 @@ def check_columns(table: Table, keep):
     return columns, complaints
 
 
-def as_floats(values):
-    """float64 of numbers or of their text; what is neither (nor are truth values, dates and lists) is NaN."""
+def _check_blocks(columns, keep, complaints) -> None:
+    """How many tokens an id stands for is one number for the whole trace, and no prompt has more ids than fit it."""
     import numpy as np
 
+    if "prefix_block_tokens" not in columns:
+        return
+    size = columns["prefix_block_tokens"]
+    one = size[keep][0] if keep.any() else 1
+    for i in np.flatnonzero(keep & (size != one)):
+        complaints.setdefault(int(i), f"prefix_block_tokens is {size[i]} (allowed: {one}, as in the first row)")
+    ids = np.fromiter(map(len, columns["prefix_blocks"]), dtype=np.int64, count=len(size))
+    most = -(-columns["prompt_tokens"] // np.maximum(size, 1))
+    for i in np.flatnonzero(keep & (ids > most)):
+        complaints.setdefault(
+            int(i),
+            f"prefix_blocks has {ids[i]} ids of {size[i]} tokens (allowed: {most[i]} at most for "
+            f"{columns['prompt_tokens'][i]} prompt_tokens)",
+        )
+
+
+def as_floats(values):
+    """float64 of numbers or of their text; what is neither (nor are truth values, dates and lists) is NaN.
+
+    A number's text is what a program writes: ASCII digits, point, sign, exponent. Python's own underscores
+    (``1_000``) and other scripts' digits are none.
+    """
+    import numpy as np
+
+    if isinstance(values, np.ndarray) and values.dtype.kind not in "OUST":
+        numbers = values.dtype.kind in "iuf"
+        return values.astype(np.float64) if numbers else np.full(len(values), np.nan)
     try:
-        if isinstance(values, np.ndarray) and values.dtype != object:
-            numbers = values.dtype.kind in "iufUST"
-            return values.astype(np.float64) if numbers else np.full(len(values), np.nan)
-        if isinstance(values, np.ndarray):
-            return np.array([_float(value) for value in values], dtype=np.float64)
-        return np.fromiter(map(float, values), dtype=np.float64, count=len(values))
+        text = "".join(values)
+        if text.isascii() and "_" not in text:
+            return np.fromiter(map(float, values), dtype=np.float64, count=len(values))
     except (ValueError, TypeError, OverflowError):
-        return np.array([_float(value) for value in values], dtype=np.float64)
+        pass
+    return np.array([_float(value) for value in values], dtype=np.float64)
 
 
 def _float(value) -> float:
     try:
-        return float("nan") if hasattr(value, "dtype") and value.ndim or isinstance(value, bool) else float(value)
+        if isinstance(value, str):
+            return float(value) if value.isascii() and "_" not in value else float("nan")
+        no_number = isinstance(value, (bool, bytes)) or (hasattr(value, "dtype") and value.ndim)
+        return float("nan") if no_number else float(value)
     except (ValueError, TypeError, OverflowError):
         return float("nan")
 
@@ -112,7 +154,8 @@ def _blocks(values):
     good = np.ones(len(values), dtype=bool)
     for i, row in enumerate(values):
         try:
-            row = map(int, row.split()) if isinstance(row, str) else row
+            if isinstance(row, str):
+                row = map(int, row.split()) if row.isascii() and "_" not in row else None
             blocks[i] = tuple(map(operator.index, row))
             good[i] = min(blocks[i], default=0) >= 0 and max(blocks[i], default=0) < 2**63
         except (ValueError, TypeError):

@@ -94,3 +94,27 @@ def chromium():
     if path is None:
         pytest.skip(NEEDS["browser"][1])
     return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Writes a file of this content, text or bytes, and returns its path."""
+
+    def write(content, name="t.csv"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return write
+
+
+@pytest.fixture
+def real(shared):
+    """Finds a file of the shared data folder, or skips; use with the marker ``shared``."""
+
+    def find(path):
+        if not (shared / "data" / path).exists():
+            pytest.skip(f"the shared data folder lacks {path}")
+        return shared / "data" / path
+
+    return find

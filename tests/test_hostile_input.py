@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from astrolabe_lab import cli, length, report, rng, trace, trace_formats
+from astrolabe_lab import cli, length, report, rng, trace, trace_files
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.parameters import parse_parameters
@@ -127,7 +127,7 @@ def test_a_line_separator_inside_a_json_string_ends_no_line(tmp_path):
 
 
 def test_a_gzip_file_that_unpacks_without_end_is_refused(refusal, monkeypatch):
-    monkeypatch.setattr(trace_formats, "MAX_UNPACKED", 10_000)
+    monkeypatch.setattr(trace_files, "MAX_UNPACKED", 10_000)
     assert "unpacks to more than 10,000 bytes" in refusal(gzip.compress(bytes(10_001)))
 
 
