@@ -1,0 +1,128 @@
+"""The files of a model, as vLLM wants them in a folder: a tokenizer of our own, a ``config.json``, and weights on wish.
+
+An emulated engine needs no weights. A random Llama with weights is a real model that answers nonsense: it serves on a
+CPU at tens of milliseconds a step, which is what tests and lessons about a running engine need.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from astrolabe_lab.errors import InputError
+
+VOCABULARY = 4096  # at most
+SPECIAL = ("<s>", "</s>", "<pad>", "<user>", "<assistant>")
+CHAT_TEMPLATE = (
+    "{{ '<s>' }}{% for message in messages %}"
+    "{{ '<assistant>' if message['role'] == 'assistant' else '<user>' }}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def write(
+    folder: str | Path,
+    max_model_len: int = 4096,
+    weights: bool = False,
+    hidden: int = 256,
+    layers: int = 4,
+    heads: int = 4,
+    seed: int = 0,
+) -> Path:
+    """Write a model to ``folder`` (made whole or not at all; a finished one is kept) and return it.
+
+    The tokenizer is a byte-level BPE trained on the generator's own English (any Unicode survives it). With
+    ``weights``, a Llama of this size with random float32 weights from ``seed``; needs torch and transformers.
+    Raises InputError where the folder holds something else, or a package is missing.
+    """
+    folder = Path(folder)
+    wanted = {
+        "max_model_len": max_model_len, "weights": weights, "hidden": hidden, "layers": layers, "heads": heads,
+        "seed": seed, "vocabulary": VOCABULARY,
+    }  # fmt: skip
+    stamp = folder / "astrolabe_model.json"
+    if folder.exists():
+        if stamp.is_file() and json.loads(stamp.read_text()) == wanted:
+            return folder
+        raise InputError(f"folder {str(folder)!r} exists and is not this model: name another folder, or remove it")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
+    try:
+        tokens = _write_tokenizer(unfinished, max_model_len)
+        _write_config(unfinished, tokens, max_model_len, hidden, layers, heads)
+        if weights:
+            _write_weights(unfinished, seed)
+        (unfinished / stamp.name).write_text(json.dumps(wanted))
+        unfinished.chmod(0o755)
+        os.replace(unfinished, folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return folder
+
+
+def _write_tokenizer(folder: Path, max_model_len: int) -> int:
+    """Returns how many tokens it knows."""
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise InputError("a model folder needs the package 'tokenizers'; it comes with vLLM: make vllm") from None
+    from astrolabe_lab import sharegpt_like
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sharegpt_like.generate(2000, seed=0, text=True)["prompt"], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "model_max_length": max_model_len,
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return tokenizer.get_vocab_size()
+
+
+def _write_config(folder: Path, tokens: int, max_model_len: int, hidden: int, layers: int, heads: int) -> None:
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tokens,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": max_model_len,
+        "bos_token_id": SPECIAL.index("<s>"),
+        "eos_token_id": SPECIAL.index("</s>"),
+        "pad_token_id": SPECIAL.index("<pad>"),
+        "torch_dtype": "float32",
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _write_weights(folder: Path, seed: int) -> None:
+    try:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+    except ImportError as missing:
+        raise InputError(f"a model with weights needs torch and transformers ({missing}): make vllm") from None
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)

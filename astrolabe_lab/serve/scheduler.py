@@ -1,0 +1,130 @@
+"""vLLM's schedulers, publishing the engine's status at each step (``--scheduler-cls``).
+
+    --scheduler-cls astrolabe_lab.serve.scheduler.StatusScheduler        (synchronous scheduling)
+    --scheduler-cls astrolabe_lab.serve.scheduler.AsyncStatusScheduler   (asynchronous: the default on GPUs)
+    --additional-config '{"astrolabe": {"status": "/path/of/status", "time_scale": 1.0}}'
+
+Scheduling is vLLM's own; a step costs one pass over its requests more. Times in the status are monotonic seconds
+divided by the time scale. A request's ``vllm_xargs`` may carry the router's ``rid`` and ``predicted_tokens``.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+import numpy as np
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from astrolabe_lab.serve.emulation import KEY
+from astrolabe_lab.serve.published import CAPACITY, StatusWriter
+from astrolabe_lab.sim.state import RUNNING, WAITING
+from astrolabe_lab.sim.status import HEADER, NEXT, NOW, ROW
+
+
+class Scheduled(NamedTuple):
+    """A request's part in a batch in flight."""
+
+    computed: int  # tokens computed before it
+    tokens: int
+    emits: bool
+
+
+class _Publishing:
+    """Mixed into a scheduler of vLLM."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        settings = (self.vllm_config.additional_config or {}).get(KEY, {})
+        self._writer = StatusWriter(settings["status"])
+        self._scale = float(settings.get("time_scale", 1.0))
+        self._in_flight: list[tuple[float, dict[str, Scheduled]]] = []
+        self._header = np.zeros(1, HEADER)
+        self._rows = np.zeros(CAPACITY, ROW)
+        self._unnamed = 0
+        self._publish(stalled=False)
+
+    def schedule(self, *args, **kwargs):
+        output = super().schedule(*args, **kwargs)
+        if output.total_num_scheduled_tokens > 0:
+            self._in_flight.append((time.monotonic(), self._batch(output.num_scheduled_tokens)))
+            self._publish(stalled=False)
+        else:
+            self._publish(stalled=bool(self._in_flight))
+        return output
+
+    def update_from_output(self, scheduler_output, model_runner_output):
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if scheduler_output.total_num_scheduled_tokens > 0 and self._in_flight:
+            self._in_flight.pop(0)
+            if self._in_flight:  # the step behind starts as this one ends
+                self._in_flight[0] = (time.monotonic(), self._in_flight[0][1])
+        if not self.has_unfinished_requests():
+            self._publish(stalled=False)
+        return outputs
+
+    def finish_requests(self, *args, **kwargs):
+        result = super().finish_requests(*args, **kwargs)
+        if not self._in_flight:
+            self._publish(stalled=False)
+        return result
+
+    def _batch(self, scheduled: dict[str, int]) -> dict[str, Scheduled]:
+        batch = {}
+        for rid, tokens in scheduled.items():
+            request = self.requests[rid]
+            batch[rid] = Scheduled(request.num_computed_tokens - tokens, tokens, not request.is_prefill_chunk)
+        return batch
+
+    def _publish(self, stalled: bool) -> None:
+        rows = self._rows
+        blocks = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        n = 0
+        for state, queue in ((RUNNING, self.running), (WAITING, self.waiting)):
+            for request in queue:
+                if n < len(rows):
+                    rows[n] = self._row(request, state, len(blocks.get(request.request_id, ())))
+                n += 1
+        header = self._header
+        header["taken_s"] = time.monotonic() / self._scale
+        header["step_started_s"] = self._in_flight[0][0] / self._scale if self._in_flight else np.nan
+        header["free_blocks"] = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        header["n_running"] = len(self.running)
+        header["n_rows"] = n
+        header["stalled"] = stalled
+        self._writer.write(header, rows[:n])
+
+    def _row(self, request, state: int, blocks: int) -> tuple:
+        rid = request.request_id
+        named = getattr(request, "astrolabe", None)
+        if named is None:
+            extra = getattr(request.sampling_params, "extra_args", None) or {}
+            self._unnamed += 1
+            named = request.astrolabe = (
+                int(extra.get("rid", -self._unnamed)), int(extra.get("predicted_tokens", 0))
+            )  # fmt: skip
+        now = self._in_flight[0][1].get(rid) if self._in_flight else None
+        behind = self._in_flight[1][1].get(rid) if len(self._in_flight) > 1 else None
+        first = now or behind
+        return (
+            named[0],
+            state,
+            request.num_prompt_tokens,
+            first.computed if first else request.num_computed_tokens,
+            request.num_output_tokens,
+            now.tokens if now else 0,
+            behind.tokens if behind else 0,
+            (NOW if now and now.emits else 0) | (NEXT if behind and behind.emits else 0),
+            named[1],
+            blocks,
+            request.num_preemptions,
+        )
+
+
+class StatusScheduler(_Publishing, Scheduler):
+    """vLLM's synchronous scheduler with a published status."""
+
+
+class AsyncStatusScheduler(_Publishing, AsyncScheduler):
+    """vLLM's asynchronous scheduler with a published status."""
