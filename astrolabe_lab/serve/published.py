@@ -76,6 +76,7 @@ class StatusReader:
         try:
             with self.path.open("rb") as file:
                 self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._inode = os.fstat(file.fileno()).st_ino
         except (OSError, ValueError) as error:
             raise InputError(f"status of an engine: {self.path} cannot be read ({error}); is the engine up?") from None
         if len(self._memory) < HEAD_BYTES:
@@ -86,6 +87,13 @@ class StatusReader:
         if control["magic"] != MAGIC or control["version"] != VERSION or size != len(self._memory):
             raise InputError(f"status of an engine: {self.path} holds something else, or another version of it")
         self.epoch = (int(control["pid"]), int(control["born_ns"]))
+
+    def current(self) -> bool:
+        """Whether this is still the engine's file: a restarted engine publishes in a new one."""
+        try:
+            return os.stat(self.path).st_ino == self._inode
+        except OSError:
+            return False
 
     @property
     def steps(self) -> int:

@@ -1,0 +1,134 @@
+"""The router's journal: one JSON line a decision, one when it ends, appended; what is torn at its end is dropped.
+
+A decision's line: ``{"event": "decision", "rid", "time_s", "request": {prompt_tokens, predicted_tokens, slo}, "policy",
+"candidates": [{instance, signals...}], "predicted": {instance: e2e_s}, "chosen", "decision_s"}``; its end:
+``{"event": "outcome", "rid", "time_s", "status", "instance", "output_tokens", "ttft_s", "e2e_s", ...}``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from astrolabe_lab.errors import InputError
+
+VERSION = 1
+BATCH_S = 0.2  # between two fsyncs
+
+
+class Journal:
+    """Appends to ``path`` from a thread of its own; ``write`` never waits for the disk.
+
+    A full disk costs lines, not requests: ``lost`` counts them, ``trouble`` says what happened last. A line is written
+    whole or dropped: after a failed write the file is cut back to its last whole line.
+    """
+
+    def __init__(self, path: str | Path, bound: int = 100_000):
+        self.path = Path(path)
+        self.lost = 0
+        self.written = 0
+        self.trouble = ""
+        self._bound = bound
+        self._lines: list[bytes] = []
+        self._wake = threading.Condition()
+        self._closing = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+            _end_torn_line(self.path)
+        except OSError as error:
+            raise InputError(f"journal {str(path)!r} cannot be written: {error.strerror}") from None
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def write(self, entry: dict) -> None:
+        """Queue an entry. Past the bound it is counted as lost."""
+        line = json.dumps({"version": VERSION, **entry}, separators=(",", ":")).encode() + b"\n"
+        with self._wake:
+            if len(self._lines) >= self._bound:
+                self.lost += 1
+                return
+            self._lines.append(line)
+            self._wake.notify()
+
+    def close(self) -> None:
+        """Write what is queued and close the file."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join()
+        self._file.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                while not self._lines and not self._closing:
+                    self._wake.wait()
+                lines, self._lines = self._lines, []
+                closing = self._closing
+            if lines:
+                self._append(lines)
+            if closing and not self._lines:
+                return
+            if not closing:
+                time.sleep(BATCH_S)
+
+    def _append(self, lines: list[bytes]) -> None:
+        whole = os.fstat(self._file.fileno()).st_size
+        try:
+            data = memoryview(b"".join(lines))
+            while data:
+                data = data[self._file.write(data) :]
+            os.fsync(self._file.fileno())
+            self.written += len(lines)
+        except OSError as error:
+            self.trouble = f"{self.path}: {error.strerror}"
+            self.lost += len(lines)
+            try:
+                os.ftruncate(self._file.fileno(), whole)
+            except OSError:
+                pass
+
+
+def read(path: str | Path) -> Iterator[dict]:
+    """The entries of a journal, in order. A torn last line is left out; InputError for a damaged line before it, a
+    file that cannot be read, or another version."""
+    path = Path(path)
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise InputError(f"journal {str(path)!r} cannot be read: {error.strerror}") from None
+    with file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                return  # torn: it was being written when its writer died
+            if not line.strip():
+                continue
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                raise InputError(f"journal {str(path)!r}, line {number}: not JSON; remove the line to read on") from None
+            if not isinstance(entry, dict) or entry.get("version") != VERSION:
+                raise InputError(f"journal {str(path)!r}, line {number}: not an entry of version {VERSION}")
+            yield entry
+
+
+def _end_torn_line(path: Path) -> None:
+    """Cut a last line without its end, left by a writer that was killed."""
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        at = size
+        while at > 0:
+            step = min(4096, at)
+            file.seek(at - step)
+            newline = file.read(step).rfind(b"\n")
+            if newline >= 0:
+                at = at - step + newline + 1
+                break
+            at -= step
+        if at < size:
+            file.truncate(at)

@@ -1,0 +1,73 @@
+"""The cluster as a policy sees it at one decision of a running router: the same interface as in the simulator."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.predictor import METRICS
+from astrolabe_lab.serve.instance import Instance
+from astrolabe_lab.sim.signals import SIGNALS, Signals
+from astrolabe_lab.sim.view import Predictions
+
+
+class LiveView:
+    """The available instances, their statuses as read now, and what their Predictors answer.
+
+    ``predicted``: by instance, the E2E in s that a Predictor answered in this decision; ``late``: how many did not
+    answer before the deadline (``ask`` gives None).
+    """
+
+    def __init__(self, instances: list[Instance], now_s: float, ask=None):
+        self._instances = instances
+        self._ask = ask
+        self.now_s = now_s
+        self.instances = tuple(instance.index for instance in instances)
+        self.signals = np.zeros(len(instances), SIGNALS)
+        self.statuses = []
+        self.sources = []
+        self.predicted: dict[int, float] = {}
+        self.late = 0
+        for row, instance in zip(self.signals, instances, strict=True):
+            status, source = instance.status(now_s)
+            instance.signals(status, now_s, row)
+            self.statuses.append(status)
+            self.sources.append(source)
+
+    def __len__(self) -> int:
+        return len(self._instances)
+
+    def __getitem__(self, i) -> Signals:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"instance index {i} is outside 0..{len(self) - 1}")
+        return Signals(*self.signals[i].item())
+
+    def __iter__(self):
+        return (self[i] for i in range(len(self)))
+
+    def predict(self, request, metric, instances) -> np.ndarray:
+        """As ``sim.view.ClusterView.predict``: inf where it does not fit, came too late or failed."""
+        if not callable(metric) and metric not in METRICS:
+            raise InputError(f"metric={metric!r} is not one of {', '.join(METRICS)}, nor a callable")
+        wanted = None if callable(metric) else metric
+        answers = self._answers(request, wanted, instances)
+        for i, answer in zip(instances, answers, strict=True):
+            if answer is None:
+                self.late += 1
+            elif answer.fits and answer.e2e_s is not None:
+                self.predicted[self.instances[i]] = answer.e2e_s
+        if callable(metric):
+            columns = [
+                np.array([getattr(a, name) if a is not None and a.fits else np.inf for a in answers])
+                for name in ("ttft_s", "e2e_s", "tpot_s")
+            ]
+            return np.asarray(metric(Predictions(*columns)), dtype=np.float64)
+        values = [np.inf if a is None or not a.fits else getattr(a, metric) for a in answers]
+        return np.array([np.inf if value is None else value for value in values], dtype=np.float64)
+
+    def _answers(self, request, metric, instances):
+        if self._ask is not None:
+            return self._ask([self._instances[i] for i in instances], request, metric)
+        return [
+            self._instances[i].predict(self.statuses[i], request, metric, self.now_s) for i in map(int, instances)
+        ]

@@ -1,0 +1,99 @@
+"""An engine that answers as it is told: OpenAI-compatible, no vLLM. For tests of the router."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+
+
+class ScriptedEngine:
+    """``script`` decides what the next answers are: ok, http:STATUS, silent, break (closes in mid-stream), refuse."""
+
+    def __init__(self, tokens=8, token_s=0.0, first_s=0.0):
+        self.tokens, self.token_s, self.first_s = tokens, token_s, first_s
+        self.script = "ok"
+        self.healthy = True
+        self.seen = []
+        self.aborted = 0
+        self.running = 0
+        self.url = ""
+        self._runner = None
+        self._port = 0
+
+    async def start(self):
+        app = web.Application(client_max_size=64 << 20)
+        app.router.add_post("/v1/completions", self.answer)
+        app.router.add_post("/v1/chat/completions", self.answer)
+        app.router.add_get("/health", self.health)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        await site.start()
+        self._port = site._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
+        return self
+
+    async def stop(self):
+        if self._runner:
+            await self._runner.cleanup()
+            self._runner = None
+
+    async def health(self, http):
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def answer(self, http):
+        body = await http.json()
+        self.seen.append(body)
+        self.running += 1
+        try:
+            return await self._answer(http, body)
+        except (asyncio.CancelledError, ConnectionResetError):
+            self.aborted += 1
+            raise
+        finally:
+            self.running -= 1
+
+    async def _answer(self, http, body):
+        if self.script.startswith("http:"):
+            status = int(self.script[5:])
+            return web.json_response({"error": {"message": "as told", "type": "told", "code": status}}, status=status)
+        if self.script == "silent":
+            await asyncio.sleep(3600)
+        if self.script == "refuse":
+            http.transport.close()
+            return web.Response()
+        n = body.get("max_tokens") or self.tokens
+        await asyncio.sleep(self.first_s)
+        usage = {"prompt_tokens": 7, "completion_tokens": n, "total_tokens": 7 + n}
+        if not body.get("stream"):
+            await asyncio.sleep(self.token_s * n)
+            return web.json_response(
+                {"id": "x", "object": "text_completion", "model": body["model"], "usage": usage,
+                 "choices": [{"index": 0, "text": " t" * n, "finish_reason": "length"}]}
+            )  # fmt: skip
+        answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await answer.prepare(http)
+        for j in range(n):
+            event = {"id": "x", "choices": [{"index": 0, "text": " t", "finish_reason": "length" if j == n - 1 else None}]}
+            await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+            if self.script == "break" and j == n // 2:
+                http.transport.close()
+                return answer
+            if self.token_s:
+                await asyncio.sleep(self.token_s)
+        if (body.get("stream_options") or {}).get("include_usage"):
+            await answer.write(b"data: " + json.dumps({"id": "x", "choices": [], "usage": usage}).encode() + b"\n\n")
+        await answer.write(b"data: [DONE]\n\n")
+        await answer.write_eof()
+        return answer
+
+
+@asynccontextmanager
+async def scripted_engines(n, **options):
+    engines = [await ScriptedEngine(**options).start() for _ in range(n)]
+    try:
+        yield engines
+    finally:
+        for engine in engines:
+            await engine.stop()

@@ -1,0 +1,278 @@
+"""The router over scripted engines: every request gets one outcome and one row, whatever the engines do."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import aiohttp
+import pytest
+from aiohttp import web
+from scripted_engine import scripted_engines
+
+from astrolabe_lab import policies
+from astrolabe_lab.serve import journal
+from astrolabe_lab.serve.instance import Instance
+from astrolabe_lab.serve.prompt_tokens import ByBytes
+from astrolabe_lab.serve.router import Limits, Router
+from astrolabe_lab.sim.config import EngineConfig
+
+MODEL = "m"
+
+
+async def constant(asked):
+    return asked.predicted_tokens or 64, "constant"
+
+
+@asynccontextmanager
+async def routed(engines, path, policy="round_robin", **options):
+    limits = options.pop("limits", Limits(probe_s=0.05, first_byte_s=1.0, between_bytes_s=1.0, drain_s=1.0))
+    router = Router(
+        [Instance(i, engine.url, EngineConfig()) for i, engine in enumerate(engines)],
+        policies.parse(policy),
+        policy,
+        [MODEL],
+        ByBytes(),
+        constant,
+        limits=limits,
+        journal=journal.Journal(path),
+        **options,
+    )
+    runner = web.AppRunner(router.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield router, session, url
+    finally:
+        await runner.cleanup()
+
+
+def outcomes(path):
+    entries = [entry for entry in journal.read(path) if entry["event"] == "outcome"]
+    return {status: [e for e in entries if e["status"] == status] for status in {e["status"] for e in entries}}
+
+
+async def ask(session, url, stream=True, **more):
+    body = {"model": MODEL, "prompt": "hello there", "max_tokens": 6, "stream": stream, **more}
+    async with session.post(url + "/v1/completions", json=body) as answer:
+        return answer.status, await answer.read(), answer.headers
+
+
+async def healthz(session, url, status):
+    """Wait until the router says so of itself."""
+    while True:
+        async with session.get(url + "/healthz") as answer:
+            if answer.status == status:
+                return
+        await asyncio.sleep(0.02)
+
+
+def run(coroutine):
+    return asyncio.run(asyncio.wait_for(coroutine, 30))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_passes_through_unchanged_and_leaves_one_row(tmp_path, stream):
+    async def story():
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j") as (router, session, url):
+            status, body, headers = await ask(session, url, stream)
+            async with session.post(
+                engines[0].url + "/v1/completions", json={"model": MODEL, "max_tokens": 6, "stream": stream}
+            ) as direct:
+                assert body == await direct.read()
+            assert status == 200
+            assert headers["X-Astrolabe-Instance"] == "0"
+            assert [len(i.ledger) for i in router.instances] == [0, 0]
+
+    run(story())
+    (row,) = outcomes(tmp_path / "j")["ok"]
+    assert row["output_tokens"] == 6
+    assert row["instance"] == 0
+
+
+def test_an_engine_that_fails_before_its_first_byte_is_passed_over(tmp_path):
+    async def story():
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j") as (router, session, url):
+            for script in ("http:500", "refuse", "silent"):
+                engines[0].script = script
+                status, body, headers = await ask(session, url)
+                assert status == 200, (script, body)
+                assert headers["X-Astrolabe-Instance"] == "1"
+                router.policy.count = 0
+                router.instances[0].breaker.succeeded()
+            assert router.counters.retries == 3
+            assert [len(i.ledger) for i in router.instances] == [0, 0]
+
+    run(story())
+    found = outcomes(tmp_path / "j")
+    assert len(found["ok"]) == 3
+    assert len(found["retried"]) == 3
+
+
+def test_an_engine_that_dies_in_mid_stream_fails_the_request_once_and_says_so(tmp_path):
+    async def story():
+        async with (
+            scripted_engines(1, token_s=0.03) as engines,
+            routed(engines, tmp_path / "j") as (router, session, url),
+        ):
+            engines[0].script = "break"
+            status, body, _ = await ask(session, url)
+            assert status == 200  # its head was sent already
+            last = json.loads(body.rstrip().rpartition(b"data: ")[2])
+            assert "ended before its answer did" in last["error"]["message"]
+            assert len(router.instances[0].ledger) == 0
+
+    run(story())
+    found = outcomes(tmp_path / "j")
+    assert {status: len(rows) for status, rows in found.items()} == {"failed": 1}
+
+
+def test_a_request_that_the_engine_refuses_is_passed_on_and_never_opens_the_breaker(tmp_path):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (router, session, url):
+            engines[0].script = "http:400"
+            for _ in range(10):
+                status, body, _ = await ask(session, url, stream=False)
+                assert status == 400
+                assert json.loads(body)["error"]["type"] == "told"
+            assert router.instances[0].breaker.opened_s is None
+
+    run(story())
+    assert len(outcomes(tmp_path / "j")["rejected"]) == 10
+
+
+def test_a_client_that_goes_away_ends_the_request_at_the_engine(tmp_path):
+    async def story():
+        async with (
+            scripted_engines(1, token_s=0.05) as engines,
+            routed(engines, tmp_path / "j") as (router, session, url),
+        ):
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 500, "stream": True}
+            answer = await session.post(url + "/v1/completions", json=body)
+            await answer.content.readany()
+            answer.close()
+            for _ in range(100):
+                await asyncio.sleep(0.02)
+                if engines[0].aborted and not len(router.instances[0].ledger):
+                    break
+            assert engines[0].aborted == 1
+            assert len(router.instances[0].ledger) == 0
+
+    run(story())
+    assert len(outcomes(tmp_path / "j")["aborted"]) == 1
+
+
+def test_all_engines_down_is_a_503_and_they_come_back(tmp_path):
+    async def story():
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j") as (router, session, url):
+            for engine in engines:
+                await engine.stop()
+            await healthz(session, url, 503)
+            status, body, headers = await ask(session, url)
+            assert (status, headers["Retry-After"]) == (503, "1")
+            for engine in engines:
+                await engine.start()
+            await healthz(session, url, 200)
+            assert (await ask(session, url))[0] == 200
+
+    run(story())
+
+
+@pytest.mark.parametrize(
+    ("raw", "kind", "status", "words"),
+    [
+        (b"{", "application/json", 400, "not JSON"),
+        (b"[1]", "application/json", 400, "send an object"),
+        (b'{"model": "m", "prompt": "\xff"}', "application/json", 400, "not UTF-8"),
+        (b"model=m", "application/x-www-form-urlencoded", 415, "content-type"),
+        (b'{"model": "other", "prompt": "x"}', "application/json", 404, "does not exist"),
+        (b'{"prompt": "x"}', "application/json", 400, "model=None"),
+        (b'{"model": "m"}', "application/json", 400, "prompt must be"),
+        (b'{"model": "m", "prompt": "' + b"x" * (9 << 20) + b'"}', "application/json", 413, "larger than"),
+    ],
+)
+def test_bad_requests_get_one_openai_shaped_error(tmp_path, raw, kind, status, words):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (router, session, url):
+            async with session.post(url + "/v1/completions", data=raw, headers={"Content-Type": kind}) as answer:
+                error = (await answer.json())["error"]
+                assert answer.status == status, error
+                assert words in error["message"]
+            assert engines[0].seen == []
+
+    run(story())
+    assert sum(len(rows) for rows in outcomes(tmp_path / "j").values()) == 1
+
+
+def test_past_its_bound_a_router_answers_429_and_counts_nothing_twice(tmp_path):
+    async def story():
+        async with (
+            scripted_engines(1, first_s=0.2) as engines,
+            routed(engines, tmp_path / "j", limits=Limits(in_flight=4, probe_s=0.05)) as (router, session, url),
+        ):
+            answers = await asyncio.gather(*(ask(session, url) for _ in range(10)))
+            found = sorted(status for status, _, _ in answers)
+            assert found == [200] * 4 + [429] * 6
+            assert len(router.instances[0].ledger) == 0
+
+    run(story())
+
+
+def test_an_api_key_is_asked_for_and_does_not_reach_the_engines(tmp_path):
+    async def story():
+        async with (
+            scripted_engines(1) as engines,
+            routed(engines, tmp_path / "j", api_key="secret") as (router, session, url),
+        ):
+            assert (await ask(session, url))[0] == 401
+            session.headers["Authorization"] = "Bearer secret"
+            assert (await ask(session, url))[0] == 200
+
+    run(story())
+    assert "secret" not in (tmp_path / "j").read_text()
+
+
+def test_two_thousand_requests_with_random_ends_leave_nothing_in_flight(tmp_path):
+    """Clients that leave at any moment, engines that break: every request has one outcome, every count ends at zero."""
+    import random
+
+    n = 2000
+    dice = random.Random(0)
+
+    async def one(session, url, engines):
+        engines[dice.randrange(len(engines))].script = dice.choice(["ok"] * 8 + ["http:500", "break", "refuse"])
+        try:
+            await asyncio.wait_for(ask(session, url, stream=dice.random() < 0.5), dice.choice([0.001, 0.01, 0.05, 5.0]))
+        except (TimeoutError, asyncio.TimeoutError, aiohttp.ClientError):
+            pass
+
+    async def story():
+        limits = Limits(probe_s=0.05, first_byte_s=2.0, between_bytes_s=2.0)
+        async with (
+            scripted_engines(4, token_s=0.001) as engines,
+            routed(engines, tmp_path / "j", policy="least_loaded", limits=limits) as (router, session, url),
+        ):
+            gate = asyncio.Semaphore(64)
+
+            async def gated():
+                async with gate:
+                    await one(session, url, engines)
+
+            await asyncio.gather(*(gated() for _ in range(n)))
+            for _ in range(200):
+                if not router._in_flight:
+                    break
+                await asyncio.sleep(0.05)
+            assert router._in_flight == 0
+            assert [(len(i.ledger), i.ledger.tokens) for i in router.instances] == [(0, 0)] * 4
+            return router.counters
+
+    counters = asyncio.run(asyncio.wait_for(story(), 120))
+    final = [e for e in journal.read(tmp_path / "j") if e["event"] == "outcome" and e["status"] != "retried"]
+    assert len(final) == len({e["rid"] for e in final})
+    decided = {e["rid"] for e in journal.read(tmp_path / "j") if e["event"] == "decision"}
+    assert decided <= {e["rid"] for e in final}
+    assert sum(counters.outcomes.values()) - counters.outcomes["retried"] == len(final)
+    assert len(counters.outcomes) >= 3, counters.outcomes
