@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         args = _parse(argv)
         with _terminable(), contextlib.redirect_stdout(sys.stderr):
             record, text = args.command(args)
+        if record is None:  # it has said by itself what there was to say
+            return 0
         return _say(_one_line_json(record) if as_json else text, 0)
     except InputError as error:
         return _fail(str(error), 2, as_json, debug)
@@ -100,7 +102,7 @@ def _parse(argv):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; building it imports nothing heavy."""
-    from astrolabe_lab import cli_simulate
+    from astrolabe_lab import cli_live, cli_simulate
 
     parser = Parser(prog="astrolabe", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"astrolabe-lab {__version__}")
@@ -157,6 +159,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     report.add_argument("folder", metavar="DIR", help="folder that holds executed notebooks, at any depth")
     report.add_argument("--out", metavar="FILE", required=True, help="the HTML file to write")
+
+    launch = add(
+        "launch", cli_live.launch, cli_live.LAUNCH_SUMMARY, cli_live.LAUNCH_EXAMPLE, cli_live.LAUNCH_DETAILS
+    )
+    cli_live.add_launch(launch)
+    route = add("route", cli_live.route, cli_live.ROUTE_SUMMARY, cli_live.ROUTE_EXAMPLE, cli_live.ROUTE_DETAILS)
+    cli_live.add_route(route)
 
     add("policies", _policies, "list the dispatch policies and their options", "astrolabe policies")
     return parser

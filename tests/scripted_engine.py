@@ -75,7 +75,8 @@ class ScriptedEngine:
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(http)
         for j in range(n):
-            event = {"id": "x", "choices": [{"index": 0, "text": " t", "finish_reason": "length" if j == n - 1 else None}]}
+            choice = {"index": 0, "text": " t", "finish_reason": "length" if j == n - 1 else None}
+            event = {"id": "x", "choices": [choice]}
             await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             if self.script == "break" and j == n // 2:
                 http.transport.close()

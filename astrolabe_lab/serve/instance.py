@@ -14,7 +14,6 @@ from astrolabe_lab.serve.breaker import Breaker, Health
 from astrolabe_lab.serve.ledger import Ledger
 from astrolabe_lab.serve.published import StatusReader
 from astrolabe_lab.sim.config import EngineConfig
-from astrolabe_lab.sim.signals import SIGNALS
 from astrolabe_lab.sim.state import RUNNING, WAITING
 from astrolabe_lab.sim.status import HEADER, ROW, Status
 

@@ -111,7 +111,7 @@ def read(path: str | Path) -> Iterator[dict]:
             try:
                 entry = json.loads(line)
             except ValueError:
-                raise InputError(f"journal {str(path)!r}, line {number}: not JSON; remove the line to read on") from None
+                raise InputError(f"journal {str(path)!r}, line {number}: not JSON; remove it to read on") from None
             if not isinstance(entry, dict) or entry.get("version") != VERSION:
                 raise InputError(f"journal {str(path)!r}, line {number}: not an entry of version {VERSION}")
             yield entry

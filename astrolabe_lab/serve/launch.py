@@ -16,9 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from astrolabe_lab.cost import StepCost, preset as preset_of
+from astrolabe_lab.cost import StepCost
+from astrolabe_lab.cost import preset as preset_of
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.serve import engine_process, model_files
+from astrolabe_lab.serve.cluster_file import write_cluster
 from astrolabe_lab.serve.emulation import Emulation
 from astrolabe_lab.serve.engine_process import MARK, Engine, EngineError
 from astrolabe_lab.sim.config import EngineConfig
@@ -113,6 +115,8 @@ def launch(
         for each in engines:
             each.start()
         _await(engines, timeout_s, say)
+        described = cluster.describe()["engines"]
+        write_cluster(root, described, config, step_cost, emulation.time_scale, model_name, model, "emulated")
     except BaseException:
         cluster.close()
         raise

@@ -176,7 +176,7 @@ class Router:
             return await asyncio.wait_for(http.read(), self.limits.connect_s * 10 * self.time_scale)
         except web.HTTPRequestEntityTooLarge:
             raise Refusal(413, f"the body is larger than {self.limits.body_bytes} bytes") from None
-        except (TimeoutError, asyncio.TimeoutError):
+        except TimeoutError:
             raise Refusal(408, "the body did not arrive in time") from None
 
     def _choose(self, request: Request, tried: set[int]) -> Decision:
@@ -232,7 +232,7 @@ class Router:
                 await answer.write_eof()
             finally:
                 upstream.close()
-        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
             if http.transport is None or http.transport.is_closing():
                 self._record_outcome(request, row, watcher, entry, "aborted", "the client went away")
                 raise asyncio.CancelledError() from None
@@ -375,7 +375,7 @@ class Router:
         try:
             async with self._session.get(instance.url + "/health", timeout=timeout) as answer:
                 ok = answer.status == 200
-        except (aiohttp.ClientError, TimeoutError, asyncio.TimeoutError, OSError):
+        except (aiohttp.ClientError, TimeoutError, OSError):
             ok = False
         instance.health.probed(ok)
 

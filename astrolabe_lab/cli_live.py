@@ -1,0 +1,160 @@
+"""``astrolabe launch`` and ``astrolabe route``: engines and routers as processes that stay until they are told to end.
+
+Both print one JSON line on stdout when they are ready, everything else on stderr, and end with exit code 0 on SIGTERM or
+Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from astrolabe_lab.errors import InputError
+
+LAUNCH_SUMMARY = "start vLLM engines and keep them until SIGTERM"
+LAUNCH_EXAMPLE = "astrolabe launch --world emulated --instances 2 --preset llama2-7b-a30 --time-scale 4"
+LAUNCH_DETAILS = (
+    "Prints one JSON line with every engine's URL when all are ready. Emulated engines are real vLLM engines that "
+    "sleep the modelled step instead of running a model."
+)
+ROUTE_SUMMARY = "serve an OpenAI-compatible router in front of running engines"
+ROUTE_EXAMPLE = "astrolabe route --cluster /tmp/astrolabe-cluster-x --policy astrolabe:k=2 --port 8000"
+ROUTE_DETAILS = "Prints one JSON line with its URL when it serves."
+
+
+def add_launch(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--world", choices=("emulated",), default="emulated", help="what runs (default: emulated)")
+    parser.add_argument("--instances", type=int, required=True, metavar="N", help="how many engines")
+    parser.add_argument("--preset", default="llama2-7b-a30", metavar="NAME", help="model and GPU to emulate")
+    parser.add_argument("--engine", default="", metavar="key=value,...", help="change the preset's engine flags")
+    parser.add_argument("--cost", default="", metavar="key=value,...", help="change the preset's step cost")
+    parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="wall s per modelled s (default: 1)")
+    parser.add_argument("--out", metavar="DIR", help="folder for logs and status files (default: a temporary one)")
+    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="until all must serve")
+
+
+def launch(args):
+    from astrolabe_lab.serve.launch import launch as start
+
+    with start(
+        args.instances, args.preset, args.engine, args.cost, args.time_scale, folder=args.out, timeout_s=args.timeout_s
+    ) as cluster:
+        _announce(cluster.describe())
+        if (dead := _until_told(lambda: next((e for e in cluster.engines if not e.alive), None))) is not None:
+            raise InputError(f"engine {dead.index} ended; the end of {dead.log}:\n{dead.tail()}")
+    return None, None
+
+
+def add_route(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--engines", metavar="URL,...", help="engines to route to")
+    source.add_argument("--cluster", metavar="DIR", help="folder of a cluster that astrolabe launch started")
+    parser.add_argument("--policy", default="astrolabe", metavar="NAME[:key=value,...]", help="see astrolabe policies")
+    parser.add_argument("--preset", metavar="NAME", help="engine and step cost for the Predictors (with --engines)")
+    parser.add_argument("--engine", default="", metavar="key=value,...", help="engine flags, where not the preset's")
+    parser.add_argument("--model", default="emulated", metavar="NAME,...", help="model names to answer to")
+    parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer to count prompts with (default: learned ratio)")
+    parser.add_argument("--lengths", default="constant:256", metavar="SPEC", help="constant:N or tagger:DIR")
+    parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
+    parser.add_argument("--port", type=int, default=0, metavar="P", help="to listen on (default: a free one)")
+    parser.add_argument("--journal", metavar="FILE", help="append every decision and outcome to this file")
+    parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="of the engines (with --engines)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the policy's draws")
+
+
+def route(args):
+    import asyncio
+
+    from aiohttp import web
+
+    router = _router(args)
+    key = os.environ.get("ASTROLABE_API_KEY")
+    router.api_key = key or None
+
+    async def serve():
+        runner = web.AppRunner(router.application(), access_log=None, handler_cancellation=True, shutdown_timeout=5.0)
+        await runner.setup()
+        try:
+            site = web.TCPSite(runner, args.host, args.port, backlog=2048)
+            try:
+                await site.start()
+            except OSError as error:
+                raise InputError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from None
+            port = site._server.sockets[0].getsockname()[1]
+            _announce({"url": f"http://{args.host}:{port}", "policy": args.policy, "engines": len(router.instances)})
+            done = asyncio.Event()
+            loop = asyncio.get_running_loop()
+            for name in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(name, done.set)
+            await done.wait()
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(serve())
+    return None, None
+
+
+def _router(args):
+    from astrolabe_lab import policies
+    from astrolabe_lab.cost import preset as preset_of
+    from astrolabe_lab.predictor import Predictor
+    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.serve.instance import Instance
+    from astrolabe_lab.serve.journal import Journal
+    from astrolabe_lab.serve.lengths import lengths_of
+    from astrolabe_lab.serve.prompt_tokens import ByBytes, ByTokenizer
+    from astrolabe_lab.serve.router import Router
+    from astrolabe_lab.sim.config import EngineConfig
+
+    policy = policies.parse(args.policy)
+    tokenizer, models, time_scale = args.tokenizer, args.model.split(","), args.time_scale
+    if args.cluster:
+        cluster = read_cluster(args.cluster)
+        config, cost, time_scale = cluster.config, cluster.cost, cluster.time_scale
+        places = [(e["url"], Path(e["status"])) for e in cluster.engines]
+        tokenizer, models = tokenizer or cluster.tokenizer, [cluster.model]
+    else:
+        chosen = preset_of(args.preset) if args.preset else None
+        base = EngineConfig.from_dict(chosen.engine) if chosen else None
+        config, cost = EngineConfig.parse(args.engine, base), chosen.cost if chosen else None
+        places = [(url.strip().rstrip("/"), None) for url in args.engines.split(",") if url.strip()]
+        if bad := [url for url, _ in places if not url.startswith(("http://", "https://"))]:
+            raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
+    instances = [
+        Instance(i, url, config, Predictor(config, cost) if cost else None, status)
+        for i, (url, status) in enumerate(places)
+    ]
+    return Router(
+        instances,
+        policy,
+        args.policy,
+        models,
+        ByTokenizer(tokenizer) if tokenizer else ByBytes(),
+        lengths_of(args.lengths),
+        time_scale=time_scale,
+        journal=Journal(args.journal) if args.journal else None,
+        seed=args.seed,
+        name_requests=bool(args.cluster),
+    )
+
+
+def _announce(record: dict) -> None:
+    """The one JSON line, on the process' own stdout."""
+    print(json.dumps(record), file=sys.__stdout__, flush=True)
+
+
+def _until_told(trouble):
+    """Wait for Ctrl-C or SIGTERM; or return what ``trouble()`` finds before."""
+    wait = threading.Event()
+    try:
+        while True:
+            if (found := trouble()) is not None:
+                return found
+            wait.wait(0.5)
+    except KeyboardInterrupt:
+        return None

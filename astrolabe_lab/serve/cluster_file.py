@@ -1,0 +1,59 @@
+"""What a launched cluster writes for routers and load generators: ``cluster.json`` in its folder."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from astrolabe_lab.cost import StepCost
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.sim.config import EngineConfig
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class ClusterFile:
+    """``engines``: of each its url, role, status and log; ``tokenizer``: the served model's folder."""
+
+    engines: list[dict]
+    config: EngineConfig
+    cost: StepCost
+    time_scale: float
+    model: str
+    tokenizer: str
+    world: str
+
+
+def write_cluster(folder: Path, engines, config, cost, time_scale, model, tokenizer, world) -> None:
+    record = {
+        "version": VERSION, "world": world, "model": model, "tokenizer": str(tokenizer), "time_scale": time_scale,
+        "engine": asdict(config), "cost": cost.to_dict(), "engines": engines,
+    }  # fmt: skip
+    unfinished = folder / "cluster.json.new"
+    unfinished.write_text(json.dumps(record, indent=1))
+    os.replace(unfinished, folder / "cluster.json")
+
+
+def read_cluster(folder: str | Path) -> ClusterFile:
+    """The cluster of ``folder``. Raises InputError where there is none."""
+    path = Path(folder) / "cluster.json"
+    try:
+        raw = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"cluster {str(folder)!r}: {path.name}: {error.strerror}; astrolabe launch writes it") from None
+    except ValueError:
+        raise InputError(f"cluster {str(folder)!r}: {path.name} is not JSON") from None
+    try:
+        if raw["version"] != VERSION:
+            raise InputError(f"cluster {str(folder)!r}: version {raw['version']!r} where {VERSION} is understood")
+        return ClusterFile(
+            raw["engines"], EngineConfig(**raw["engine"]), StepCost.from_dict(raw["cost"]), float(raw["time_scale"]),
+            raw["model"], raw["tokenizer"], raw["world"],
+        )  # fmt: skip
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"cluster {str(folder)!r}: {path.name} is damaged ({error!r})") from None
