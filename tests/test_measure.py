@@ -16,7 +16,6 @@ from astrolabe_lab.measure import (
     step_kinds,
     summarise,
     t_interval,
-    t_quantile,
     verdicts,
 )
 
@@ -77,30 +76,6 @@ def test_missing_columns_and_unknown_statuses_are_named():
 def test_a_run_where_nothing_ended_well_has_counts_and_no_latency():
     row = summarise(results((0.0, math.nan, math.nan, 0, "rejected"))).iloc[0]
     assert row.rejected == 1 and math.isnan(row.ttft_mean_s) and math.isnan(row.throughput_rps)
-
-
-@pytest.mark.parametrize(
-    ("probability", "dof", "value"),
-    [  # printed tables of Student's t
-        (0.975, 1, 12.70620474), (0.975, 2, 4.30265273), (0.975, 3, 3.18244631), (0.975, 4, 2.77644511),
-        (0.975, 9, 2.26215716), (0.975, 10, 2.22813885), (0.975, 30, 2.04227246), (0.95, 5, 2.01504837),
-        (0.995, 7, 3.49948330), (0.995, 120, 2.61742115), (0.90, 1, 3.07768354), (0.9995, 6, 5.95881618),
-    ],
-)  # fmt: skip
-def test_t_quantiles_equal_the_printed_tables(probability, dof, value):
-    assert t_quantile(probability, dof) == pytest.approx(value, rel=1e-8)
-    assert t_quantile(1 - probability, dof) == pytest.approx(-value, rel=1e-8)
-
-
-def test_t_quantile_tends_to_the_normal_one():
-    assert t_quantile(0.975, 100_001) == pytest.approx(1.959964, abs=1e-4)
-    assert t_quantile(0.5, 3) == pytest.approx(0, abs=1e-12)
-
-
-@pytest.mark.parametrize(("probability", "dof"), [(0, 3), (1, 3), (0.9, 0), (0.9, 2.5)])
-def test_t_quantile_refuses_what_has_no_answer(probability, dof):
-    with pytest.raises(InputError):
-        t_quantile(probability, dof)
 
 
 def test_t_interval_of_a_worked_example():

@@ -1,0 +1,60 @@
+"""What runs measured, and how sure that is.
+
+From one row per request: `summarise` (latencies, rates, goodput, prediction error), `steady` (without warm-up and
+drain). From one row per run: `over_seeds`, `paired_difference`, `up_to`, `compare`. `capacity` finds the highest rate
+that keeps an SLO, `rank_one` replays decisions on the candidates that were not chosen.
+"""
+
+from .families import holm, simultaneous
+from .frames import NEEDED, STATUSES, listed, require_columns
+from .inside import queue_lengths, schedule_differences, step_kinds
+from .intervals import interval, over_seeds, p_value, t_interval
+from .latency import LATENCIES, PERCENTILES, latencies, percentile, summarise, workload
+from .paired import beside, best_and_undecided, first_above, paired_difference, paired_table, verdicts
+from .power import seeds_needed
+from .prediction import load_at_arrival, prediction_error, relative_errors
+from .regime import phases, steady, steady_rates, steady_window, trend, waiting_trend, worst_third
+from .slo import SLO, attainment, goodput, met
+
+__all__ = [
+    "LATENCIES",
+    "NEEDED",
+    "PERCENTILES",
+    "SLO",
+    "STATUSES",
+    "attainment",
+    "beside",
+    "best_and_undecided",
+    "first_above",
+    "goodput",
+    "holm",
+    "interval",
+    "latencies",
+    "listed",
+    "load_at_arrival",
+    "met",
+    "over_seeds",
+    "p_value",
+    "paired_difference",
+    "paired_table",
+    "percentile",
+    "phases",
+    "prediction_error",
+    "queue_lengths",
+    "relative_errors",
+    "require_columns",
+    "schedule_differences",
+    "seeds_needed",
+    "simultaneous",
+    "steady",
+    "steady_rates",
+    "steady_window",
+    "step_kinds",
+    "summarise",
+    "t_interval",
+    "trend",
+    "verdicts",
+    "waiting_trend",
+    "workload",
+    "worst_third",
+]
