@@ -10,9 +10,10 @@ before the step (summed over the scheduled requests), and attention is the sum o
 prefill chunks of c tokens on kv computed ones.
 """
 
+import bisect
 import json
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib import resources
 from pathlib import Path
 
@@ -50,20 +51,92 @@ REGIMES = ("decode", "mixed")
 
 
 @dataclass(frozen=True, slots=True)
+class Grid:
+    """Seconds tabulated over new tokens (rows) and context tokens (columns) of a step; bilinear in between.
+
+    Beyond its edges it keeps its value there. Raises InputError unless both axes rise, from 0 or above, and
+    `seconds` has one finite value >= 0 for each of their pairs.
+    """
+
+    new_tokens: tuple[float, ...]
+    context_tokens: tuple[float, ...]
+    seconds: tuple[tuple[float, ...], ...]
+
+    def __post_init__(self):
+        for name in ("new_tokens", "context_tokens"):
+            axis = np.asarray(getattr(self, name), dtype=np.float64)
+            rising = axis.ndim == 1 and len(axis) and np.isfinite(axis).all() and (np.diff(axis) > 0).all()
+            if not rising or axis[0] < 0:
+                raise InputError(f"grid: {name} must be rising finite numbers from 0 on, not {getattr(self, name)!r}")
+            object.__setattr__(self, name, tuple(axis.tolist()))
+        seconds = np.asarray(self.seconds, dtype=np.float64)
+        shape = (len(self.new_tokens), len(self.context_tokens))
+        if seconds.shape != shape or not (np.isfinite(seconds) & (seconds >= 0)).all():
+            raise InputError(
+                f"grid: seconds must be {shape[0]} rows of {shape[1]} finite numbers >= 0 (new_tokens x context_tokens)"
+            )
+        object.__setattr__(self, "seconds", tuple(map(tuple, seconds.tolist())))
+
+    @property
+    def array(self):
+        """A new float64 array for the kernel: both axes' lengths, both axes, and the seconds row by row."""
+        axes = self.new_tokens, self.context_tokens
+        return np.concatenate([[len(axis) for axis in axes], *axes, np.ravel(self.seconds)])
+
+    def at(self, new_tokens, context_tokens):
+        """Seconds of a step, interpolated by the compiled engine's operations (equal to the last bit)."""
+        i, right = _bracket(self.new_tokens, new_tokens)
+        j, up = _bracket(self.context_tokens, context_tokens)
+        low = self.seconds[i]
+        high = self.seconds[min(i + 1, len(self.new_tokens) - 1)]
+        above = min(j + 1, len(self.context_tokens) - 1)
+        before = low[j] + right * (high[j] - low[j])
+        after = low[above] + right * (high[above] - low[above])
+        return before + up * (after - before)
+
+
+def _bracket(axis, value):
+    """(i, share): `value` lies between axis[i] and axis[i + 1], `share` of the way; at an end where outside."""
+    if len(axis) == 1 or value <= axis[0]:
+        return 0, 0.0
+    if value >= axis[-1]:
+        return len(axis) - 2, 1.0
+    i = bisect.bisect_right(axis, value) - 1
+    return i, (value - axis[i]) / (axis[i + 1] - axis[i])
+
+
+@dataclass(frozen=True, slots=True)
 class StepCost:
     """The time of one engine step, in seconds; `decode` serves decode-only steps, `mixed` all others.
 
-    Raises InputError when every coefficient is zero: a step must take time.
+    `pad_sizes` (CUDA-graph batch sizes): a decode-only step of n sequences is priced as one of the next size up,
+    in tokens and sequences, not in context; past the last size as it is. `decode_grid` and `mixed_grid` add what
+    they tabulate to the linear model. `frontend_s` is what a token needs from the end of its step to the client;
+    it delays no step. Raises InputError when steps take no time.
     """
 
     decode: Regime
     mixed: Regime
+    pad_sizes: tuple[int, ...] = ()
+    decode_grid: Grid | None = None
+    mixed_grid: Grid | None = None
+    frontend_s: float = 0.0
 
     def __post_init__(self):
         for regime in REGIMES:
             if not isinstance(value := getattr(self, regime), Regime):
                 raise InputError(f"{regime}={value!r} is not a Regime; write {regime}=Regime(base_s=0.012)")
-        if not any(self.array.flat):
+        sizes = tuple(self.pad_sizes)
+        if any(isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1 for n in sizes) or any(
+            b <= a for a, b in zip(sizes, sizes[1:], strict=False)
+        ):
+            raise InputError(f"pad_sizes={self.pad_sizes!r} must be rising whole numbers >= 1, like (1, 2, 4, 8)")
+        object.__setattr__(self, "pad_sizes", tuple(map(int, sizes)))
+        for name in ("decode_grid", "mixed_grid"):
+            if not isinstance(grid := getattr(self, name), (Grid, type(None))):
+                raise InputError(f"{name}={grid!r:.60} is not a Grid")
+        Regime(base_s=self.frontend_s)  # a number of seconds
+        if not any(self.array.flat) and not (self.decode_grid and self.mixed_grid):
             raise InputError(f"all step costs are 0, but a step must take time; set one of {', '.join(KEYS)}")
 
     @property
@@ -74,8 +147,18 @@ class StepCost:
     def step_seconds(self, new_tokens, sequences, context_tokens, attention=0.0, mixed=False):
         """Seconds of one step, added up in the compiled engine's order (equal to the last bit)."""
         r = self.mixed if mixed else self.decode
-        return (r.host_s + r.base_s + r.per_token_s * new_tokens + r.per_seq_s * sequences
-                + r.per_kv_token_s * context_tokens + r.attention_s * attention)
+        if self.pad_sizes and not mixed:
+            new_tokens = sequences = float(self.padded(sequences))
+        seconds = (r.host_s + r.base_s + r.per_token_s * new_tokens + r.per_seq_s * sequences
+                   + r.per_kv_token_s * context_tokens + r.attention_s * attention)
+        grid = self.mixed_grid if mixed else self.decode_grid
+        return seconds + grid.at(new_tokens, context_tokens) if grid else seconds
+
+    def padded(self, sequences):
+        """The size (float, or an array of them) that a decode-only step of so many sequences is priced as."""
+        sizes = np.array([*self.pad_sizes, np.inf])
+        size = sizes[np.searchsorted(sizes, sequences)]
+        return np.where(np.isfinite(size), size, sequences)
 
     @classmethod
     def parse(cls, text, base=None):
@@ -122,7 +205,8 @@ class StepCost:
                 )
             for target in (regime,) if dot else REGIMES:
                 values[target][name] = value
-        return cls(**{regime: Regime(**values[regime]) for regime in REGIMES})
+        regimes = {regime: Regime(**values[regime]) for regime in REGIMES}
+        return cls(**regimes) if base is None else replace(base, **regimes)
 
     def to_dict(self):
         """{"decode": {KEY: seconds}, "mixed": {...}} with all six keys, as `from_dict` reads it."""

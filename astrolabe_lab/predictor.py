@@ -19,7 +19,7 @@ from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.restore import assumed_output, restore
-from astrolabe_lab.sim.state import ENGINE, FINISHED, NONE, configure, new_state
+from astrolabe_lab.sim.state import FINISHED, NONE, new_state
 from astrolabe_lab.sim.status import HEADER, ROW, Status
 from astrolabe_lab.sim.status_check import check_status
 
@@ -50,8 +50,8 @@ def forward(scratch, template, header, rows, pending, newcomer, metric, extensio
     Writes (ttft, e2e, tpot) of the newcomer, in s from its ready time, to out[:3], and the summed finish times of all
     to out[3] when the metric asks for them. Returns False when the newcomer does not fit.
     """
-    engines, requests, running, batch, done, log = scratch
-    restore(engines, requests, running, batch, template, header, rows, extension)
+    engines, requests, running, batch, done, log, grids, pool, lists = scratch
+    restore(engines, requests, running, batch, grids, template, header, rows, extension)
     n = header[0].n_rows
     target = NONE
     for p in range(pending.size):
@@ -73,7 +73,8 @@ def forward(scratch, template, header, rows, pending, newcomer, metric, extensio
         q.router = 0
         q.first_token_s = np.nan
         q.finished_s = np.nan
-        fits = kernel.deliver(engines, requests, running, batch, done, log, 0, n + p, pending[p].ready_s)
+        ready_s = pending[p].ready_s
+        fits = kernel.deliver(engines, requests, running, batch, done, log, grids, pool, lists, 0, n + p, ready_s)
         if p == newcomer:
             if not fits:
                 return False
@@ -81,9 +82,9 @@ def forward(scratch, template, header, rows, pending, newcomer, metric, extensio
             if metric == TTFT:
                 q.output = 1  # what follows its first token does not change when that comes
     if metric == ADDED_DELAY:
-        kernel.advance(engines, requests, running, batch, done, log, 0, np.inf, NONE, True)
+        kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, 0, np.inf, NONE, True)
     else:
-        kernel.advance(engines, requests, running, batch, done, log, 0, np.inf, target, True)
+        kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, 0, np.inf, target, True)
     if engines[0].stuck == 1:
         return False
     total = 0.0
@@ -95,8 +96,9 @@ def forward(scratch, template, header, rows, pending, newcomer, metric, extensio
     if target != NONE:
         q = requests[target]
         ready_s = pending[newcomer].ready_s
-        out[0] = q.first_token_s - ready_s
-        out[1] = q.finished_s - ready_s
+        frontend_s = engines[0].frontend_s
+        out[0] = q.first_token_s + frontend_s - ready_s
+        out[1] = q.finished_s + frontend_s - ready_s
         out[2] = (q.finished_s - q.first_token_s) / (q.output - 1) if q.output > 1 else 0.0
     return True
 
@@ -128,15 +130,14 @@ class Predictor:
         self.engine = engine
         self.cost = cost
         self.extension_tokens = extension_tokens
-        self.template = np.zeros(1, ENGINE)
-        configure(self.template[0], engine, cost.array)
-        self._scratch = new_state([engine], [cost.array], 256)
+        self._scratch = new_state([engine], [cost], 256)
+        self.template = self._scratch.engines.copy()
         self._out = np.zeros(5)
 
     def scratch(self, n_requests: int):
         """The scratch state, grown to hold ``n_requests``."""
         if n_requests > len(self._scratch.requests):
-            self._scratch = new_state([self.engine], [self.cost.array], 2 * n_requests)
+            self._scratch = new_state([self.engine], [self.cost], 2 * n_requests)
         return self._scratch
 
     def predict(

@@ -50,7 +50,7 @@ def vllm_schedule(trace, config, cost):
         except PackageNotFoundError:
             release = version("vllm")
         return oracle.run_vllm(trace, config, cost)[1], f"vLLM {release}, driven here"
-    return _recording(fingerprint(trace, config, cost))
+    return recording(fingerprint(trace, config, cost))
 
 
 def fingerprint(trace, config, cost) -> str:
@@ -63,7 +63,7 @@ def fingerprint(trace, config, cost) -> str:
     return digest.hexdigest()[:16]
 
 
-def _recording(run: str):
+def recording(run: str):
     import pandas as pd
 
     from astrolabe_lab.record import root
@@ -73,7 +73,7 @@ def _recording(run: str):
     if rows.empty:
         return (
             None,
-            "vLLM is not installed here and holds no recording of this run; to add its CPU build: make vllm",
+            "vLLM is not installed here, and the lab has no recording of this run; to add its CPU build: make vllm",
         )
     log = rows.loc[rows["tokens"] > 0, ["step", "rid", "tokens"]].reset_index(drop=True)
     log.attrs["preemptions"] = rows.loc[rows["tokens"] == 0, ["step", "rid"]].reset_index(drop=True)

@@ -124,7 +124,7 @@ def children_cpu():
 
 def loaded(frame, instances=1):
     """The state of idle engines and the frame's requests, with their true lengths as predictions."""
-    state = new_state([ENGINE] * instances, [PRESET.cost.array] * instances, len(frame))
+    state = new_state([ENGINE] * instances, [PRESET.cost] * instances, len(frame))
     output = frame["output_tokens"].to_numpy()
     load_requests(state, frame["prompt_tokens"].to_numpy(), output, output)
     return state

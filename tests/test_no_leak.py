@@ -154,7 +154,7 @@ def test_the_walk_does_find_the_truth_where_it_is():
 
     class Simulator:
         def __init__(self):
-            self.state = new_state([ROOMY], [COST.array], 3)
+            self.state = new_state([ROOMY], [COST], 3)
 
         def answer(self):
             return self.state

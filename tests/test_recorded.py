@@ -11,7 +11,7 @@ TRACE, CONFIGS = recorded.comparison()
 
 
 def recording(trace, config, cost):
-    return recorded._recording(recorded.fingerprint(trace, config, cost))
+    return recorded.recording(recorded.fingerprint(trace, config, cost))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -16,7 +16,7 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.predictor import Predictor, empty_status
 from astrolabe_lab.request import Request
 from astrolabe_lab.sim.engine import EngineConfig, run_one
-from astrolabe_lab.sim.state import ENGINE, RUNNING, configure
+from astrolabe_lab.sim.state import RUNNING, new_engines
 from astrolabe_lab.sim.status import Status, write_status
 from astrolabe_lab.sim.status_check import REASONS, SOUND, check_status, find_flaw
 
@@ -35,9 +35,7 @@ def statuses(seed, kind, n=12):
 
 
 def template_of(config, cost=CONSTANT):
-    template = np.zeros(1, ENGINE)
-    configure(template[0], config, cost.array)
-    return template
+    return new_engines([config], [cost])[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)

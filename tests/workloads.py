@@ -105,7 +105,7 @@ class Engine:
     def __init__(self, trace, config, cost, predicted=None, log_rows=0):
         self.trace = trace
         self.config = config
-        self.state = new_state([config], [cost.array], len(trace), log_rows=log_rows)
+        self.state = new_state([config], [cost], len(trace), log_rows=log_rows)
         load_requests(self.state, trace["prompt_tokens"], trace["output_tokens"], predicted)
         self.delivered = 0
 

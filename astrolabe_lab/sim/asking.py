@@ -9,7 +9,7 @@ from astrolabe_lab.predictor import ADDED_DELAY, E2E, METRICS, PENDING, TPOT, TT
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream
 from astrolabe_lab.sim.knowledge import Knowledge
-from astrolabe_lab.sim.state import ENGINE, configure, new_state
+from astrolabe_lab.sim.state import new_engines, new_state
 from astrolabe_lab.sim.view import Predictions
 from astrolabe_lab.sim.world import ControlPlane, LatencyNoise
 
@@ -29,11 +29,10 @@ class Asking:
         self.control = control
         self.noise = noise
         self.extension = extension
-        self.templates = np.zeros(len(configs), ENGINE)
-        for template, config, cost in zip(self.templates, configs, costs, strict=True):
-            configure(template, config, cost.array)
-        self.config = max(configs, key=lambda config: config.max_num_seqs)  # the one with the most seats
-        self.scratch = new_state([self.config], [costs[0].array], 256)
+        self.templates, grids = new_engines(configs, costs)
+        most_seats = max(range(len(configs)), key=lambda i: configs[i].max_num_seqs)
+        self.widest = [configs[most_seats]], [costs[most_seats]]
+        self.scratch = new_state(*self.widest, 256)._replace(grids=grids)
         self.noise_rng = stream(seed, "noise")
         self.delay_rng = stream(seed, "delays")
         self.out = np.zeros(5)
@@ -111,5 +110,5 @@ class Asking:
     def make_room(self, n_requests: int) -> None:
         """Let the scratch state hold ``n_requests``."""
         if n_requests > len(self.scratch.requests):
-            grown = new_state([self.config], [np.zeros((2, 6))], 2 * n_requests)
+            grown = new_state(*self.widest, 2 * n_requests)
             self.scratch = self.scratch._replace(requests=grown.requests)

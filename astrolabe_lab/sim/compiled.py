@@ -81,9 +81,13 @@ def blocks_of(tokens, block_size):
 
 
 @compiled
-def step_seconds(cost, regime, new_tokens, sequences, context_tokens, attention):
-    """Step time in s; the order of the additions is part of the contract (oracles reproduce it bit for bit)."""
-    return (
+def step_seconds(e, grids, regime, new_tokens, sequences, context_tokens, attention):
+    """Step time of engine e in s; the order of the additions is part of the contract (oracles reproduce it bit for
+    bit). ``StepCost.step_seconds`` is the same in Python."""
+    if regime == 0 and e.padded >= 0:
+        new_tokens = sequences = int(grids[e.padded + sequences])
+    cost = e.cost
+    seconds = (
         cost[regime, 0]
         + cost[regime, 1]
         + cost[regime, 2] * new_tokens
@@ -91,3 +95,40 @@ def step_seconds(cost, regime, new_tokens, sequences, context_tokens, attention)
         + cost[regime, 4] * context_tokens
         + cost[regime, 5] * attention
     )
+    if e.grid[regime] >= 0:
+        seconds += grid_seconds(grids, e.grid[regime], new_tokens, context_tokens)
+    return seconds
+
+
+@compiled
+def grid_seconds(grids, at, new_tokens, context_tokens):
+    """The grid at ``grids[at:]`` (``cost.Grid.array``) between its points: bilinear, and constant beyond its edges."""
+    n, m = int(grids[at]), int(grids[at + 1])
+    x = at + 2
+    y = x + n
+    i, right = bracket(grids, x, n, new_tokens)
+    j, up = bracket(grids, y, m, context_tokens)
+    low = y + m + i * m + j
+    high = low + m if n > 1 else low
+    above = 1 if m > 1 else 0
+    before = grids[low] + right * (grids[high] - grids[low])
+    after = grids[low + above] + right * (grids[high + above] - grids[low + above])
+    return before + up * (after - before)
+
+
+@compiled
+def bracket(grids, at, n, value):
+    """(i, share): ``value`` lies between the i-th and the next of n rising numbers at ``grids[at:]``, ``share`` of the
+    way; at an end where it lies outside."""
+    if n == 1 or value <= grids[at]:
+        return 0, 0.0
+    if value >= grids[at + n - 1]:
+        return n - 2, 1.0
+    low, high = 0, n - 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        if grids[at + middle] <= value:
+            low = middle
+        else:
+            high = middle
+    return low, (value - grids[at + low]) / (grids[at + low + 1] - grids[at + low])

@@ -71,7 +71,7 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
             f"{MOST_LOG_ROWS:,}; give fewer or shorter requests, or log=False"
         )
     while True:
-        state = new_state([config], [cost.array], len(trace), log_rows=rows)
+        state = new_state([config], [cost], len(trace), log_rows=rows)
         load_requests(state, prompt, output)
         for r, ready_s in enumerate(trace["arrived_s"].to_numpy()):
             kernel.deliver(*state, 0, r, ready_s)
@@ -95,12 +95,17 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
 
 
 def outcomes(arrived_s, state: State) -> dict[str, np.ndarray]:
-    """The outcome columns of every request (see ``run_one``), in the state's order; NaN where there is no outcome."""
+    """The outcome columns of every request (see ``run_one``), in the state's order; NaN where there is no outcome.
+
+    Times are the client's: ``frontend_s`` after the steps'. What routers know is the engines': their ledgers hear of an
+    end when its step ends.
+    """
     q = state.requests
     ok = q["state"] == FINISHED
     generated = q["generated"].astype(np.int64)
-    first_token_s = np.where(ok, q["first_token_s"], np.nan)
-    finished_s = q["finished_s"].copy()
+    frontend_s = np.where(ok, state.engines["frontend_s"][q["instance"]], 0.0)
+    first_token_s = np.where(ok, q["first_token_s"], np.nan) + frontend_s
+    finished_s = q["finished_s"] + frontend_s
     tpot_s = np.full(len(q), np.nan)
     several = ok & (generated > 1)
     tpot_s[several] = (finished_s[several] - first_token_s[several]) / (generated[several] - 1)

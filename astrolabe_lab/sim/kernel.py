@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from astrolabe_lab.sim.compiled import compiled
-from astrolabe_lab.sim.queues import deliver, take_inbox
+from astrolabe_lab.sim.queues import deliver, first_in_line, next_in_line, take_inbox, tell_router
 from astrolabe_lab.sim.schedule import complete, schedule, write_log
 from astrolabe_lab.sim.state import FAILED, FINISHED, NONE, UNBORN
 from astrolabe_lab.sim.steady import finishing_step, leap, quiet_steps, steady_step
@@ -18,32 +18,32 @@ __all__ = ["advance", "advance_all", "deliver", "stop"]
 
 
 @compiled
-def advance(engines, requests, running, batch, done, log, i, until_s, target, leaps):
+def advance(engines, requests, running, batch, done, log, grids, pool, lists, i, until_s, target, leaps):
     """Run engine i up to ``until_s``: steps that end by then end, steps that start before it start.
 
     A step that would start exactly at ``until_s`` waits for the next call, so that a request delivered at that
     instant is still seen by it. Stops early when request ``target`` (or NONE) has finished.
     """
-    run_until(engines, requests, running, batch, done, log, i, until_s, target, leaps)
+    run_until(engines, requests, running, batch, done, log, grids, pool, lists, i, until_s, target, leaps)
     e = engines[i]
     if until_s < np.inf and e.inbox_head != NONE:
         if e.n_in_flight == 0 and e.n_running + e.n_waiting == 0:  # idle: the first arrival wakes it, at its own time
             e.now_s = max(e.now_s, min(requests[e.inbox_head].ready_s, until_s))
-        take_inbox(engines, requests, running, batch, done, log, i, until_s)
+        take_inbox(engines, requests, running, batch, done, log, grids, pool, lists, i, until_s)
 
 
 @compiled
-def run_until(engines, requests, running, batch, done, log, i, until_s, target, leaps):
+def run_until(engines, requests, running, batch, done, log, grids, pool, lists, i, until_s, target, leaps):
     """The steps of ``advance``."""
     e = engines[i]
     while True:
         if e.n_in_flight < e.depth and e.stalled == 0:
             if e.now_s >= until_s:
                 return
-            take_inbox(engines, requests, running, batch, done, log, i, e.now_s)
+            take_inbox(engines, requests, running, batch, done, log, grids, pool, lists, i, e.now_s)
             if e.n_running + e.n_waiting > 0:
                 before = e.preemptions
-                if schedule(engines, requests, running, batch, done, log, i) > 0:
+                if schedule(engines, requests, running, batch, done, log, grids, pool, lists, i) > 0:
                     continue
                 if e.n_in_flight > 0:
                     e.stalled = 1
@@ -73,33 +73,35 @@ def run_until(engines, requests, running, batch, done, log, i, until_s, target, 
             end_s = e.end_s[slot]
             if end_s < until_s and end_s < arrival_s:
                 if leaps and e.quiet > 2 and min(until_s, arrival_s) - end_s > 2.0 * (end_s - e.start_s[slot]):
-                    if leap(engines, requests, running, i, until_s, arrival_s) > 0:
+                    if leap(engines, requests, running, grids, i, until_s, arrival_s) > 0:
                         continue
                 if e.free_blocks > e.n_running and (e.quiet > 0 or (e.depth == 1 and e.n_waiting == 0)):
                     if log.size > 0:
-                        take_inbox(engines, requests, running, batch, done, log, i, end_s)  # to show who waits
+                        # to show who waits
+                        take_inbox(engines, requests, running, batch, done, log, grids, pool, lists, i, end_s)
                     if e.quiet > 0:
-                        steady_step(engines, requests, running, i)
+                        steady_step(engines, requests, running, grids, i)
                     else:
-                        finishing_step(engines, requests, running, batch, done, i)
+                        finishing_step(engines, requests, running, batch, done, grids, i)
                         if target != NONE and requests[target].state == FINISHED:
                             return
                     if log.size > 0 and e.n_in_flight > 0:
-                        write_log(engines, requests, running, batch, done, log, i, (e.oldest + e.depth - 1) & 1)
+                        slot = (e.oldest + e.depth - 1) & 1
+                        write_log(engines, requests, running, batch, done, log, grids, pool, lists, i, slot)
                     continue
-        complete(engines, requests, running, batch, done, log, i)
+        complete(engines, requests, running, batch, done, log, grids, pool, lists, i)
         if target != NONE and requests[target].state == FINISHED:
             return
 
 
 @compiled
-def advance_all(engines, requests, running, batch, done, log, until_s, leaps):
+def advance_all(engines, requests, running, batch, done, log, grids, pool, lists, until_s, leaps):
     for i in range(engines.size):
-        advance(engines, requests, running, batch, done, log, i, until_s, NONE, leaps)
+        advance(engines, requests, running, batch, done, log, grids, pool, lists, i, until_s, NONE, leaps)
 
 
 @compiled
-def stop(engines, requests, running, batch, done, log, i, now_s, give_back):
+def stop(engines, requests, running, batch, done, log, grids, pool, lists, i, now_s, give_back):
     """Engine i stops at now_s: batches in flight are lost, blocks are freed, every request on it has failed, or is
     handed back for another dispatch (state UNBORN, its tokens lost). Returns their indices, in the queues' order."""
     e = engines[i]
@@ -108,16 +110,11 @@ def stop(engines, requests, running, batch, done, log, i, now_s, give_back):
     for k in range(e.n_running):
         lost[n] = running[i, k]
         n += 1
-    r = e.waiting_head
+    r = first_in_line(e)
     while r != NONE:
         lost[n] = r
         n += 1
-        r = requests[r].next
-    r = e.inbox_head
-    while r != NONE:
-        lost[n] = r
-        n += 1
-        r = requests[r].next
+        r = next_in_line(e, requests, r)
     for k in range(n):
         q = requests[lost[k]]
         q.previous = NONE
@@ -127,8 +124,7 @@ def stop(engines, requests, running, batch, done, log, i, now_s, give_back):
         q.placeholders = 0
         q.in_flight = 0
         q.stale = 0
-        done[i, q.router, 0] += 1
-        done[i, q.router, 1] += q.prompt + q.predicted
+        tell_router(done, i, q)
         if give_back:
             q.state = UNBORN
             q.generated = 0

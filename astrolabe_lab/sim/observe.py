@@ -11,9 +11,9 @@ from astrolabe_lab.sim.state import NONE
 @compiled
 def observe(state, now_s, leaps, reachable, base, taken_s, sent, router, order, shown):
     """Advance all engines to now_s, refresh the signals of the reachable ones, and show router's view of ``order``."""
-    engines, requests, running, batch, done, log = state
+    engines, requests, running, batch, done, log, grids, pool, lists = state
     for i in range(engines.size):
-        kernel.advance(engines, requests, running, batch, done, log, i, now_s, NONE, leaps)
+        kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, i, now_s, NONE, leaps)
         if reachable[i]:
             read_signals(engines, requests, running, batch, i, now_s, base[i])
             taken_s[i] = now_s

@@ -7,7 +7,37 @@ from astrolabe_lab.sim.state import INBOX, NONE, REJECTED, WAITING
 
 
 @compiled
-def deliver(engines, requests, running, batch, done, log, i, r, ready_s):
+def count_waiting(e, q, sign):
+    """Count request q as waiting (sign 1), or as waiting no more (-1)."""
+    e.n_waiting += sign
+    e.waiting_tokens += sign * (q.prompt + q.predicted)
+    e.waiting_blocks += sign * blocks_of(q.prompt + q.generated, e.block_size)
+
+
+@compiled
+def tell_router(done, i, q):
+    """Request q has ended at engine i: its router's ledger hears of it."""
+    done[i, q.router, 0] += 1
+    done[i, q.router, 1] += q.prompt + q.predicted
+
+
+@compiled
+def first_in_line(e):
+    """The first request that engine e has not admitted: waiting ones come before the inbox. NONE: there is none."""
+    return e.waiting_head if e.waiting_head != NONE else e.inbox_head
+
+
+@compiled
+def next_in_line(e, requests, r):
+    """The request that comes after r, as in ``first_in_line``."""
+    after = requests[r].next
+    if after == NONE and requests[r].state == WAITING:
+        return e.inbox_head
+    return after
+
+
+@compiled
+def deliver(engines, requests, running, batch, done, log, grids, pool, lists, i, r, ready_s):
     """Hand request r to engine i, whose scheduler sees it from ready_s on. False: it can never run, rejected."""
     e = engines[i]
     q = requests[r]
@@ -16,8 +46,7 @@ def deliver(engines, requests, running, batch, done, log, i, r, ready_s):
     if q.prompt + q.output > e.max_model_len or blocks_of(q.prompt + q.output - 1, e.block_size) > e.request_blocks:
         q.state = REJECTED
         q.finished_s = ready_s
-        done[i, q.router, 0] += 1
-        done[i, q.router, 1] += q.prompt + q.predicted
+        tell_router(done, i, q)
         return False
     q.state = INBOX
     after = e.inbox_tail
@@ -38,7 +67,7 @@ def deliver(engines, requests, running, batch, done, log, i, r, ready_s):
 
 
 @compiled
-def take_inbox(engines, requests, running, batch, done, log, i, now_s):
+def take_inbox(engines, requests, running, batch, done, log, grids, pool, lists, i, now_s):
     """Move what has arrived by now_s to the waiting queue's tail."""
     e = engines[i]
     while e.inbox_head != NONE:
@@ -60,13 +89,11 @@ def take_inbox(engines, requests, running, batch, done, log, i, now_s):
             requests[e.waiting_tail].next = r
         e.waiting_tail = r
         q.state = WAITING
-        e.n_waiting += 1
-        e.waiting_tokens += q.prompt + q.predicted
-        e.waiting_blocks += blocks_of(q.prompt + q.generated, e.block_size)
+        count_waiting(e, q, 1)
 
 
 @compiled
-def leave_waiting(engines, requests, running, batch, done, log, i, r):
+def leave_waiting(engines, requests, running, batch, done, log, grids, pool, lists, i, r):
     e = engines[i]
     q = requests[r]
     if q.previous == NONE:
@@ -79,13 +106,11 @@ def leave_waiting(engines, requests, running, batch, done, log, i, r):
         requests[q.next].previous = q.previous
     q.previous = NONE
     q.next = NONE
-    e.n_waiting -= 1
-    e.waiting_tokens -= q.prompt + q.predicted
-    e.waiting_blocks -= blocks_of(q.prompt + q.generated, e.block_size)
+    count_waiting(e, q, -1)
 
 
 @compiled
-def preempt_last(engines, requests, running, batch, done, log, i, victims):
+def preempt_last(engines, requests, running, batch, done, log, grids, pool, lists, i, victims):
     """Take the last running request's blocks and put it before the other victims; returns it, the new first."""
     e = engines[i]
     e.n_running -= 1
@@ -104,9 +129,7 @@ def preempt_last(engines, requests, running, batch, done, log, i, victims):
     if victims != NONE:
         requests[victims].previous = r
     e.preemptions += 1
-    e.n_waiting += 1
-    e.waiting_tokens += q.prompt + q.predicted
-    e.waiting_blocks += blocks_of(q.prompt + q.generated, e.block_size)
+    count_waiting(e, q, 1)
     if log.size > 0:
         at = engines[i].log_rows
         engines[i].log_rows += 1
@@ -118,7 +141,16 @@ def preempt_last(engines, requests, running, batch, done, log, i, victims):
 
 
 @compiled
-def requeue(engines, requests, running, batch, done, log, i, victims):
+def preempt_until_free(engines, requests, running, batch, done, log, grids, pool, lists, i, blocks, r, victims):
+    """Preempt from the end of the running queue until so many blocks are free, or r itself is preempted; returns the
+    first of the victims."""
+    while engines[i].free_blocks < blocks and victims != r:
+        victims = preempt_last(engines, requests, running, batch, done, log, grids, pool, lists, i, victims)
+    return victims
+
+
+@compiled
+def requeue(engines, requests, running, batch, done, log, grids, pool, lists, i, victims):
     """Put the chain of victims at the head of the waiting queue."""
     e = engines[i]
     if victims == NONE:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from astrolabe_lab.sim.compiled import blocks_of, compiled, step_seconds
+from astrolabe_lab.sim.compiled import compiled, step_seconds
+from astrolabe_lab.sim.queues import count_waiting
 from astrolabe_lab.sim.state import NONE, RUNNING
 
 
@@ -18,7 +19,7 @@ def assumed_output(e, prompt, generated, predicted, extension):
 
 
 @compiled
-def restore(engines, requests, running, batch, template, header, rows, extension):
+def restore(engines, requests, running, batch, grids, template, header, rows, extension):
     """Make engine 0 of a scratch state (room for all rows) the engine that ``header`` and ``rows`` describe, with the
     configuration and cost of ``template[0]`` and assumed output lengths. Request j is row j."""
     engines[0] = template[0]
@@ -72,9 +73,7 @@ def restore(engines, requests, running, batch, template, header, rows, extension
             else:
                 requests[last].next = j
             last = j
-            e.n_waiting += 1
-            e.waiting_tokens += q.prompt + q.predicted
-            e.waiting_blocks += blocks_of(q.prompt + q.generated, e.block_size)
+            count_waiting(e, q, 1)
         before = row.computed
         known = row.prompt + row.generated
         for slot in range(2):
@@ -100,7 +99,7 @@ def restore(engines, requests, running, batch, template, header, rows, extension
             break
         regime = 1 if prefills[slot] > 0 else 0
         e.start_s[slot] = start_s
-        e.end_s[slot] = start_s + step_seconds(e.cost, regime, tokens[slot], n[slot], context[slot], attention[slot])
+        e.end_s[slot] = start_s + step_seconds(e, grids, regime, tokens[slot], n[slot], context[slot], attention[slot])
         e.n_entries[slot] = n[slot]
         e.n_in_flight += 1
         start_s = e.end_s[slot]

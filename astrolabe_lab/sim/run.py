@@ -49,7 +49,7 @@ class Run:
         self.control = control
         self.leaps = leaps
         self.arrived = trace["arrived_s"].to_numpy(dtype=np.float64)
-        self.state = new_state(configs, [c.array for c in costs], len(trace), control.routers)
+        self.state = new_state(configs, costs, len(trace), control.routers)
         predicted = trace["predicted_tokens"].to_numpy() if "predicted_tokens" in trace else None
         load_requests(self.state, trace["prompt_tokens"].to_numpy(), trace["output_tokens"].to_numpy(), predicted)
         self.state.requests["router"] = np.arange(len(trace)) % control.routers

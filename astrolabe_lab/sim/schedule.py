@@ -18,12 +18,12 @@ the queue's head afterwards.
 from __future__ import annotations
 
 from astrolabe_lab.sim.compiled import V0_CHUNKED, V0_PREFILL_FIRST, V1, blocks_of, compiled, step_seconds
-from astrolabe_lab.sim.queues import leave_waiting, preempt_last, requeue
+from astrolabe_lab.sim.queues import count_waiting, leave_waiting, preempt_until_free, requeue, tell_router
 from astrolabe_lab.sim.state import FINISHED, NONE, RUNNING
 
 
 @compiled
-def admit(engines, requests, running, batch, done, log, i, slot, n, budget, context, attention):
+def admit(engines, requests, running, batch, done, log, grids, pool, lists, i, slot, n, budget, context, attention):
     """Admit waiting requests in order while seats, budget and blocks last."""
     e = engines[i]
     v1 = e.scheduler == V1
@@ -42,7 +42,7 @@ def admit(engines, requests, running, batch, done, log, i, slot, n, budget, cont
             watermark = 0
         if whole + watermark > e.free_blocks:
             break
-        leave_waiting(engines, requests, running, batch, done, log, i, r)
+        leave_waiting(engines, requests, running, batch, done, log, grids, pool, lists, i, r)
         blocks = blocks_of(new, e.block_size) if v1 else whole
         e.free_blocks -= blocks
         q.blocks = blocks
@@ -63,7 +63,7 @@ def admit(engines, requests, running, batch, done, log, i, slot, n, budget, cont
 
 
 @compiled
-def schedule(engines, requests, running, batch, done, log, i):
+def schedule(engines, requests, running, batch, done, log, grids, pool, lists, i):
     """Plan the next batch of engine i at now_s and put it in flight; returns the number of requests in it."""
     e = engines[i]
     slot = (e.oldest + e.n_in_flight) & 1
@@ -79,7 +79,7 @@ def schedule(engines, requests, running, batch, done, log, i):
     last_position = e.max_model_len - 1
     if e.scheduler == V0_PREFILL_FIRST:
         n, budget, context, attention = admit(
-            engines, requests, running, batch, done, log, i, slot, 0, budget, context, attention
+            engines, requests, running, batch, done, log, grids, pool, lists, i, slot, 0, budget, context, attention
         )
     if n == 0:
         k = 0
@@ -115,30 +115,23 @@ def schedule(engines, requests, running, batch, done, log, i):
                 k += 1
                 continue
             decode = computed >= q.prompt and known - computed == 1
-            lost = False
+            need = 0  # blocks to take
+            least = 0  # that must be free
             if v1:
                 if computed + new > q.blocks * block_size:
                     need = blocks_of(computed + new, block_size) - q.blocks
-                    while need > e.free_blocks:
-                        victims = preempt_last(engines, requests, running, batch, done, log, i, victims)
-                        if victims == r:
-                            lost = True
-                            break
-                    if lost:
-                        break
-                    e.free_blocks -= need
-                    q.blocks += need
+                least = need
             elif decode or known % block_size > 0:
-                while e.free_blocks < 1:
-                    victims = preempt_last(engines, requests, running, batch, done, log, i, victims)
-                    if victims == r:
-                        lost = True
-                        break
-                if lost:
+                need = 1 if computed + 1 > q.blocks * block_size else 0
+                least = 1
+            if least > e.free_blocks:
+                victims = preempt_until_free(
+                    engines, requests, running, batch, done, log, grids, pool, lists, i, least, r, victims
+                )
+                if victims == r:
                     break
-                if computed + 1 > q.blocks * block_size:
-                    e.free_blocks -= 1
-                    q.blocks += 1
+            e.free_blocks -= need
+            q.blocks += need
             b = batch[i, slot, n]
             b.request = r
             b.tokens = new
@@ -157,11 +150,11 @@ def schedule(engines, requests, running, batch, done, log, i):
         admitted_from = n
         if e.scheduler == V0_CHUNKED or (v1 and victims == NONE):
             n, budget, context, attention = admit(
-                engines, requests, running, batch, done, log, i, slot, n, budget, context, attention
+                engines, requests, running, batch, done, log, grids, pool, lists, i, slot, n, budget, context, attention
             )
     admitted = n - admitted_from
     if victims != NONE:
-        requeue(engines, requests, running, batch, done, log, i, victims)
+        requeue(engines, requests, running, batch, done, log, grids, pool, lists, i, victims)
     e.steady = 1 if prefills + admitted == 0 and victims == NONE and n == e.n_running else 0
     e.quiet = -1
     if n == 0:
@@ -171,7 +164,7 @@ def schedule(engines, requests, running, batch, done, log, i):
     start = e.now_s
     if e.n_in_flight > 0:
         start = e.end_s[e.oldest]
-    seconds = step_seconds(e.cost, regime, tokens, n, context, attention)
+    seconds = step_seconds(e, grids, regime, tokens, n, context, attention)
     seconds *= e.slow_factor
     e.start_s[slot] = start
     e.end_s[slot] = start + seconds
@@ -181,12 +174,12 @@ def schedule(engines, requests, running, batch, done, log, i):
     e.steps += 1
     e.tokens += tokens
     if log.size > 0:
-        write_log(engines, requests, running, batch, done, log, i, slot)
+        write_log(engines, requests, running, batch, done, log, grids, pool, lists, i, slot)
     return n
 
 
 @compiled
-def write_log(engines, requests, running, batch, done, log, i, slot):
+def write_log(engines, requests, running, batch, done, log, grids, pool, lists, i, slot):
     """One row a scheduled request, in scheduling order. Rows past the log's end are counted, not written."""
     e = engines[i]
     for j in range(e.n_entries[slot]):
@@ -210,12 +203,11 @@ def finish(requests, done, i, r, now_s):
     q = requests[r]
     q.state = FINISHED
     q.finished_s = now_s
-    done[i, q.router, 0] += 1
-    done[i, q.router, 1] += q.prompt + q.predicted
+    tell_router(done, i, q)
 
 
 @compiled
-def complete(engines, requests, running, batch, done, log, i):
+def complete(engines, requests, running, batch, done, log, grids, pool, lists, i):
     """The oldest batch ends: its tokens are delivered, finished requests leave."""
     e = engines[i]
     slot = e.oldest
@@ -232,17 +224,17 @@ def complete(engines, requests, running, batch, done, log, i):
             continue
         if stale:
             # Delivered although the request was preempted meanwhile: it waits with one more token to recompute.
-            e.waiting_blocks += blocks_of(q.prompt + q.generated + 1, e.block_size) - blocks_of(
-                q.prompt + q.generated, e.block_size
-            )
+            count_waiting(e, q, -1)
+            q.generated += 1
+            count_waiting(e, q, 1)
         else:
             q.placeholders -= 1
-        q.generated += 1
+            q.generated += 1
         if q.generated == 1:
             q.first_token_s = t
         if q.generated >= q.output:
             if stale:
-                leave_waiting(engines, requests, running, batch, done, log, i, b.request)
+                leave_waiting(engines, requests, running, batch, done, log, grids, pool, lists, i, b.request)
             else:
                 e.free_blocks += q.blocks
                 q.blocks = 0

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from astrolabe_lab.cost import StepCost
 from astrolabe_lab.sim.config import SCHEDULERS, EngineConfig
 
 NONE = -1  # end of a linked list
@@ -66,6 +67,9 @@ ENGINE = np.dtype(
         ("depth", "i8"),  # batches in flight at most: 1, or 2 with asynchronous scheduling
         ("slow_factor", "f8"),  # every step takes this many times its cost
         ("cost", "f8", (2, 6)),
+        ("grid", "i8", (2,)),  # where in State.grids the regime's table begins; NONE: it has none
+        ("padded", "i8"),  # where there what a decode of 0, 1, 2... sequences is priced as begins; NONE: as it is
+        ("frontend_s", "f8"),  # from a token's step to its client
         # queues
         ("now_s", "f8"),  # when the scheduler runs next, at the earliest
         ("free_blocks", "i8"),
@@ -112,11 +116,15 @@ LOG = np.dtype(
 )
 
 
+BLOCK = np.dtype([("references", "i4")], align=True)
+
+
 class State(NamedTuple):
     """Arrays of N engines and R requests.
 
     ``done[i, router]`` counts (requests, priced tokens) that ended at engine i, which is what a router learns from its
     own streams. ``log`` records the steps of a state that holds one engine, where it has room; else it is empty.
+    ``grids`` holds what step costs tabulate, at the offsets in the engines' records.
 
     The kernel takes these arrays one by one, as ``kernel.advance(*state, i, ...)``: loaded from a tuple, numba would
     count references to each in every step.
@@ -128,15 +136,16 @@ class State(NamedTuple):
     batch: np.ndarray  # (N, 2, S) ENTRY
     done: np.ndarray  # (N, routers, 2) int64
     log: np.ndarray  # (L,) LOG
+    grids: np.ndarray  # (G,) float64
+    pool: np.ndarray  # (B,) BLOCK
+    lists: np.ndarray  # (I,) int32
 
 
 def new_state(
-    configs: list[EngineConfig], costs: list[np.ndarray], n_requests: int, routers: int = 1, log_rows: int = 0
+    configs: list[EngineConfig], costs: list[StepCost], n_requests: int, routers: int = 1, log_rows: int = 0
 ) -> State:
-    """Idle engines and ``n_requests`` unborn requests; one configuration and one (2, 6) cost array an engine."""
-    engines = np.zeros(len(configs), ENGINE)
-    for engine, config, cost in zip(engines, configs, costs, strict=True):
-        configure(engine, config, cost)
+    """Idle engines and ``n_requests`` unborn requests; one configuration and one step cost an engine."""
+    engines, grids = new_engines(configs, costs)
     # A Predictor may meet a request twice: in a stale status, and on its way again after an outage.
     seats = min(max(c.max_num_seqs for c in configs), 2 * n_requests + 2)
     requests = np.zeros(n_requests, REQUEST)
@@ -150,11 +159,39 @@ def new_state(
         np.zeros((len(configs), 2, seats), ENTRY),
         np.zeros((len(configs), routers, 2), np.int64),
         np.zeros(log_rows, LOG),
+        grids,
+        np.zeros(0, BLOCK),
+        np.zeros(0, np.int32),
     )
 
 
-def configure(engine: np.void, config: EngineConfig, cost: np.ndarray) -> None:
-    """Make ``engine`` (an ENGINE record) an idle engine of this configuration and (2, 6) step cost."""
+def new_engines(configs: list[EngineConfig], costs: list[StepCost]) -> tuple[np.ndarray, np.ndarray]:
+    """(engines, grids): ENGINE records of idle engines, and the array that holds what their step costs tabulate. Other
+    states simulate these engines when they hold the same grids."""
+    engines = np.zeros(len(configs), ENGINE)
+    pieces: list[np.ndarray] = []
+    offsets: dict = {}  # engines of the same cost share its tables
+
+    def placed(key, make):
+        if key not in offsets:
+            offsets[key] = sum(map(len, pieces))
+            pieces.append(make())
+        return offsets[key]
+
+    for engine, config, cost in zip(engines, configs, costs, strict=True):
+        _configure(engine, config)
+        engine["cost"] = cost.array
+        engine["frontend_s"] = cost.frontend_s
+        grids = (cost.decode_grid, cost.mixed_grid)
+        engine["grid"] = [NONE if grid is None else placed(grid, lambda grid=grid: grid.array) for grid in grids]
+        engine["padded"] = NONE
+        if cost.pad_sizes:
+            most = config.max_num_seqs
+            engine["padded"] = placed((cost.pad_sizes, most), lambda c=cost, m=most: c.padded(np.arange(m + 1)))
+    return engines, np.concatenate([*pieces, np.zeros(0)])
+
+
+def _configure(engine: np.void, config: EngineConfig) -> None:
     engine["scheduler"] = SCHEDULERS.index(config.scheduler)
     for name in (
         "max_num_seqs",
@@ -169,7 +206,6 @@ def configure(engine: np.void, config: EngineConfig, cost: np.ndarray) -> None:
     engine["chunked"] = config.enable_chunked_prefill
     engine["depth"] = 2 if config.async_scheduling else 1
     engine["slow_factor"] = 1.0
-    engine["cost"] = cost
     engine["free_blocks"] = config.usable_blocks
     for name in ("waiting_head", "waiting_tail", "inbox_head", "inbox_tail"):
         engine[name] = NONE

@@ -14,6 +14,7 @@ import numpy as np
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim.compiled import compiled
+from astrolabe_lab.sim.queues import first_in_line, next_in_line
 from astrolabe_lab.sim.state import NONE, RUNNING, WAITING
 
 VERSION = 1
@@ -157,14 +158,6 @@ def write_status(engines, requests, running, batch, i, now_s, header, rows):
     usable was written and ``header.n_rows`` says how many are needed."""
     e = engines[i]
     h = header[0]
-    arrived = 0
-    r = e.inbox_head
-    while r != NONE and requests[r].ready_s <= now_s:
-        arrived += 1
-        r = requests[r].next
-    h.n_rows = e.n_running + e.n_waiting + arrived
-    if h.n_rows > rows.size:
-        return False
     h.taken_s = now_s
     h.free_blocks = e.free_blocks
     h.n_running = e.n_running
@@ -172,18 +165,14 @@ def write_status(engines, requests, running, batch, i, now_s, header, rows):
     h.step_started_s = np.nan
     n = 0
     for k in range(e.n_running):
-        write_row(requests, running[i, k], RUNNING, rows, n)
-        n += 1
-    r = e.waiting_head
-    while r != NONE:
-        write_row(requests, r, WAITING, rows, n)
-        n += 1
-        r = requests[r].next
-    r = e.inbox_head
-    for _ in range(arrived):
-        write_row(requests, r, WAITING, rows, n)
-        n += 1
-        r = requests[r].next
+        n = write_row(requests, running[i, k], RUNNING, rows, n)
+    r = first_in_line(e)
+    while r != NONE and (requests[r].state == WAITING or requests[r].ready_s <= now_s):
+        n = write_row(requests, r, WAITING, rows, n)
+        r = next_in_line(e, requests, r)
+    h.n_rows = n
+    if n > rows.size:
+        return False
     slot = e.oldest
     if e.n_in_flight > 0:
         h.step_started_s = e.start_s[slot]
@@ -202,6 +191,9 @@ def write_status(engines, requests, running, batch, i, now_s, header, rows):
 
 @compiled
 def write_row(requests, r, state, rows, n):
+    """Write request r to row n, if there is such a row; returns n + 1."""
+    if n >= rows.size:
+        return n + 1
     q = requests[r]
     q.row = n
     row = rows[n]
@@ -216,3 +208,4 @@ def write_row(requests, r, state, rows, n):
     row.predicted = q.predicted
     row.blocks = q.blocks
     row.preemptions = q.preemptions
+    return n + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from astrolabe_lab.sim.compiled import V1, blocks_of, compiled, step_seconds
+from astrolabe_lab.sim.compiled import V1, blocks_of, compiled, grid_seconds, step_seconds
 from astrolabe_lab.sim.schedule import finish
 
 
@@ -36,7 +36,7 @@ def turn(e, seconds):
 
 
 @compiled
-def steady_step(engines, requests, running, i):
+def steady_step(engines, requests, running, grids, i):
     """One step of steady decoding: end the oldest batch and schedule the next, request by request."""
     e = engines[i]
     n = e.n_running
@@ -53,7 +53,7 @@ def steady_step(engines, requests, running, i):
             q.blocks += 1
             taken += 1
     e.free_blocks -= taken
-    seconds = step_seconds(e.cost, 0, n, n, context, 0.0)
+    seconds = step_seconds(e, grids, 0, n, n, context, 0.0)
     seconds *= e.slow_factor
     turn(e, seconds)
     e.quiet -= 1
@@ -62,7 +62,7 @@ def steady_step(engines, requests, running, i):
 
 
 @compiled
-def finishing_step(engines, requests, running, batch, done, i):
+def finishing_step(engines, requests, running, batch, done, grids, i):
     """The step of steady decoding that ends it: some requests finish, the others decode on. Synchronous scheduling,
     nobody waiting and a free block for every running request, so that nothing else can happen."""
     e = engines[i]
@@ -102,7 +102,7 @@ def finishing_step(engines, requests, running, batch, done, i):
         e.now_s = end_s
         return
     e.n_entries[slot] = kept
-    turn(e, step_seconds(e.cost, 0, kept, kept, context, 0.0) * e.slow_factor)
+    turn(e, step_seconds(e, grids, 0, kept, kept, context, 0.0) * e.slow_factor)
     e.steps += 1
     e.tokens += kept
 
@@ -126,7 +126,7 @@ def steps_with_blocks(engines, requests, running, i, room):
 
 
 @compiled
-def leap(engines, requests, running, i, until_s, arrival_s):
+def leap(engines, requests, running, grids, i, until_s, arrival_s):
     """Many steps of steady decoding at once.
 
     Counts change in closed form; times are accumulated step by step with the additions of single steps, so they are
@@ -138,8 +138,10 @@ def leap(engines, requests, running, i, until_s, arrival_s):
     room = e.free_blocks
     if e.scheduler != V1:
         room -= 1  # V0: the last one to append must still see a free block
-    fixed = e.cost[0, 0] + e.cost[0, 1] + e.cost[0, 2] * n + e.cost[0, 3] * n
+    priced = n if e.padded < 0 else int(grids[e.padded + n])
+    fixed = e.cost[0, 0] + e.cost[0, 1] + e.cost[0, 2] * priced + e.cost[0, 3] * priced
     per_kv = e.cost[0, 4]
+    grid = e.grid[0]
     slow = e.slow_factor
     stop_s = min(until_s, arrival_s)
     oldest = e.oldest
@@ -162,14 +164,20 @@ def leap(engines, requests, running, i, until_s, arrival_s):
         start_s = e.start_s[oldest]
         while steps < most and end_s < stop_s:
             start_s = end_s
-            end_s = start_s + (fixed + per_kv * context) * slow
+            seconds = fixed + per_kv * context
+            if grid >= 0:
+                seconds += grid_seconds(grids, grid, priced, context)
+            end_s = start_s + seconds * slow
             context += n
             steps += 1
         e.start_s[oldest] = start_s
         e.end_s[oldest] = end_s
     else:
         while steps < most and e.end_s[e.oldest] < stop_s:
-            turn(e, (fixed + per_kv * context) * slow)
+            seconds = fixed + per_kv * context
+            if grid >= 0:
+                seconds += grid_seconds(grids, grid, priced, context)
+            turn(e, seconds * slow)
             context += n
             steps += 1
     if steps == 0:

@@ -64,7 +64,7 @@ def run(
 ):  # fmt: skip
     """Dispatch requests first..last-1 in order of arrival; returns the round-robin counter. ``ask_with``: scratch
     state, templates, status header and rows, extension rule."""
-    engines, requests, running, batch, done, log = state
+    engines, requests, running, batch, done, log, grids, pool, lists = state
     n = engines.size
     signals = np.zeros(n, SIGNALS)
     pending = np.zeros(1, PENDING)
@@ -81,7 +81,7 @@ def run(
             found = False
             for j in range(asked):
                 i = drawn[j]
-                kernel.advance(engines, requests, running, batch, done, log, i, t, NONE, leaps)
+                kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, i, t, NONE, leaps)
                 fits = ask(engines, requests, running, batch, i, t, r, metric, ask_with, pending, out)
                 own = candidate * noise_rng.standard_normal() if candidate > 0.0 else 0.0
                 values[j] = np.inf
@@ -111,7 +111,7 @@ def run(
             extra += 1
         else:
             for i in range(n):
-                kernel.advance(engines, requests, running, batch, done, log, i, t, NONE, leaps)
+                kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, i, t, NONE, leaps)
                 read_counts(engines, requests, i, t, signals[i])
             if kind == LEAST_LOADED:
                 chosen = _argmin(_requests(signals), rng)
@@ -119,6 +119,6 @@ def run(
                 chosen = _argmin(_llumnix_minus_a(signals), rng)
             else:
                 chosen = _argmin(_llumnix_minus_b(signals, extra == 1), rng)
-        kernel.advance(engines, requests, running, batch, done, log, chosen, t, NONE, leaps)
-        kernel.deliver(engines, requests, running, batch, done, log, chosen, r, t)
+        kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, chosen, t, NONE, leaps)
+        kernel.deliver(engines, requests, running, batch, done, log, grids, pool, lists, chosen, r, t)
     return extra

@@ -17,5 +17,5 @@ def test_the_recording_is_what_vllm_plans(name):
     run = TRACE, CONFIGS[name], COST
     theirs, source = recorded.vllm_schedule(*run)
     assert "driven here" in source
-    found = measure.schedule_differences(recorded._recording(recorded.fingerprint(*run))[0], theirs)
+    found = measure.schedule_differences(recorded.recording(recorded.fingerprint(*run))[0], theirs)
     assert found["different_steps"] == found["different_preemptions"] == 0
