@@ -102,7 +102,7 @@ def _parse(argv):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; building it imports nothing heavy."""
-    from astrolabe_lab import cli_live, cli_simulate
+    from astrolabe_lab import cli_live, cli_simulate, cli_tag
 
     parser = Parser(prog="astrolabe", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"astrolabe-lab {__version__}")
@@ -150,6 +150,8 @@ def build_parser() -> argparse.ArgumentParser:
             cli_simulate.DETAILS,
         )
     )
+
+    cli_tag.add_arguments(add("tag", cli_tag.tag, cli_tag.SUMMARY, cli_tag.EXAMPLE, cli_tag.DETAILS))
 
     report = add(
         "report",
