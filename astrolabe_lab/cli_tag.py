@@ -55,7 +55,7 @@ def tag(args):
         manifest = read_manifest(args.model)
         if args.threads is not None:
             _use_threads(args.threads)
-        fallback = _median(estimator, args.model) if args.constant is None else args.constant
+        fallback = round(estimator.median_tokens_) if args.constant is None else args.constant
         for size in (1, limits.max_batch):  # what is compiled and allocated on first use, before anybody waits for it
             estimator.predict_quantiles(["warm-up " * 100] * size, models=(estimator.models_ or [None])[0])
         about = {"kind": manifest["kind"], "model_hash": manifest["weights"].removeprefix("weights-")}
@@ -64,14 +64,6 @@ def tag(args):
         serve(app, sock, lambda: print(json.dumps(ready), file=sys.__stdout__, flush=True))
     print("astrolabe: the tagger has ended", file=sys.stderr, flush=True)
     return None, None
-
-
-def _median(estimator, directory: str) -> int:
-    """The median length that the model was trained on, as its folder tells."""
-    median = estimator.metrics.get("constant_tokens")
-    if median is None:
-        raise InputError(f"--constant is missing, and {directory} does not say what its median is: give a length")
-    return round(median)
 
 
 def _use_threads(threads: int) -> None:

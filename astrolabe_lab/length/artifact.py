@@ -52,6 +52,7 @@ def save(estimator, directory) -> Path:
             "sha256": estimator.data_sha256_,
             "samples": estimator.n_samples_,
             "censored": estimator.censored_,
+            "median_tokens": estimator.median_tokens_,
         },
         "metrics": estimator.metrics,
         "state": noted,
@@ -92,6 +93,7 @@ def load(directory):
         estimator.models_ = [str(name) for name in manifest["models"]]
         estimator.n_samples_ = int(manifest["data"]["samples"])
         estimator.censored_ = int(manifest["data"]["censored"])
+        estimator.median_tokens_ = float(manifest["data"]["median_tokens"])
         estimator.metrics = dict(manifest["metrics"])
         estimator._read(weights, manifest["state"])
         estimator.data_sha256_ = str(manifest["data"]["sha256"])

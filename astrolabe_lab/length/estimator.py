@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.length import survival
 from astrolabe_lab.length.samples import Samples, check_models, check_prompts, check_samples
 from astrolabe_lab.trace_columns import MAX_TOKENS
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 class Estimator:
     """A model of the length of answers. Subclasses are dataclasses; their fields are the options.
 
-    After ``fit``: ``n_samples_``, ``censored_`` (how many were cut off), ``data_sha256_``, ``models_`` (names of
+    After ``fit``: ``n_samples_``, ``censored_`` (how many were cut off), ``median_tokens_`` (of the lengths), ``data_sha256_``, ``models_`` (names of
     the serving models it tells apart; empty if none were given) and ``metrics`` (a dict to fill and save).
     """
 
@@ -111,6 +112,7 @@ class Estimator:
     def _note(self, samples: Samples) -> None:
         self.n_samples_ = len(samples)
         self.censored_ = int(samples.censored.sum())
+        self.median_tokens_ = float(survival.quantiles(samples.lengths, samples.censored, [0.5])[0])
         self.data_sha256_ = samples.sha256()
         self.models_ = sorted(set(samples.models)) if samples.models else []
         self.metrics = {}
