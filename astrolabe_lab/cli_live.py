@@ -1,7 +1,7 @@
-"""``astrolabe launch`` and ``astrolabe route``: engines and routers as processes that stay until they are told to end.
+"""``astrolabe launch`` and ``astrolabe route``: engines and routers as processes that stay until told to end.
 
-Both print one JSON line on stdout when they are ready, everything else on stderr, and end with exit code 0 on SIGTERM or
-Ctrl-C.
+Both print one JSON line on stdout when they are ready, everything else on stderr, and end with exit code 0 on SIGTERM
+or Ctrl-C.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def route(args):
     router = _router(args)
     key = os.environ.get("ASTROLABE_API_KEY")
     router.api_key = key or None
+    router.warm_up()
 
     async def serve():
         runner = web.AppRunner(router.application(), access_log=None, handler_cancellation=True, shutdown_timeout=5.0)

@@ -43,7 +43,8 @@ def read_cluster(folder: str | Path) -> ClusterFile:
     try:
         raw = json.loads(path.read_text())
     except OSError as error:
-        raise InputError(f"cluster {str(folder)!r}: {path.name}: {error.strerror}; astrolabe launch writes it") from None
+        why = f"{error.strerror} (astrolabe launch makes it)"
+        raise InputError(f"cluster {str(folder)!r}: {path.name}: {why}") from None
     except ValueError:
         raise InputError(f"cluster {str(folder)!r}: {path.name} is not JSON") from None
     try:

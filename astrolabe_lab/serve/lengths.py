@@ -9,7 +9,8 @@ from astrolabe_lab.serve.openai_api import Asked
 def lengths_of(spec: str):
     """``async (Asked) -> (predicted_tokens, source)`` for ``constant:N``.
 
-    What the client says (``x-predicted-tokens``) goes first; no prediction is longer than the request's ``max_tokens``.
+    What the client says (``x-predicted-tokens``) goes first, as it stands; another prediction is at most the request's
+    ``max_tokens``.
     Raises InputError for another spec.
     """
     kind, _, value = spec.partition(":")
@@ -18,9 +19,10 @@ def lengths_of(spec: str):
     constant = int(value)
 
     async def predict(asked: Asked) -> tuple[int, str]:
-        predicted, source = (asked.predicted_tokens, "client") if asked.predicted_tokens else (constant, "constant")
-        if asked.max_tokens is not None and 1 <= asked.max_tokens < predicted:
-            predicted = asked.max_tokens
-        return predicted, source
+        if asked.predicted_tokens is not None:
+            return asked.predicted_tokens, "client"
+        if asked.max_tokens is not None and 1 <= asked.max_tokens < constant:
+            return asked.max_tokens, "max_tokens"
+        return constant, "constant"
 
     return predict

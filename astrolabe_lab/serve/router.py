@@ -92,6 +92,14 @@ class Router:
         """Modelled seconds of the host's monotonic clock, which the engines' statuses use too."""
         return time.monotonic() / self.time_scale
 
+    def warm_up(self) -> None:
+        """Compile what decisions need, before the first request would wait for it."""
+        request = Request(-1, self.now_s(), 16, 16)
+        view = LiveView(self.instances, request.arrived_s)
+        for instance, status in zip(self.instances, view.statuses, strict=True):
+            if instance.predictor is not None:
+                instance.predict(status, request, "e2e_s", view.now_s)
+
     # the application
 
     def application(self) -> web.Application:
@@ -341,7 +349,7 @@ class Router:
                     "first_token_s": first,
                     "ttft_s": None if first is None else first - request.arrived_s,
                     "e2e_s": now_s - request.arrived_s,
-                    "output_tokens": watcher.tokens,
+                    "output_tokens": watcher.counted or watcher.tokens,
                     "prompt_tokens": watcher.prompt_tokens,
                     "finish_reason": watcher.finish_reason,
                 }
@@ -384,7 +392,11 @@ class Router:
             check_key(self.api_key, http.headers.get("authorization"))
         except Refusal as refusal:
             return web.Response(status=refusal.status, body=refusal.body(), content_type="application/json")
-        entries = [{"id": m, "object": "model", "created": 0, "owned_by": "astrolabe"} for m in self.models]
+        longest = min(instance.engine.max_model_len for instance in self.instances)
+        entries = [
+            {"id": m, "object": "model", "created": 0, "owned_by": "astrolabe", "max_model_len": longest}
+            for m in self.models
+        ]
         return web.json_response({"object": "list", "data": entries})
 
     async def healthz(self, http: web.Request) -> web.Response:

@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 @dataclass
 class Watcher:
-    """Fed with the answer's bytes. ``tokens``: events that brought text, or the usage's count where the answer has
-    one; ``prompt_tokens``: as the usage says; ``finish_reason``: the last one seen; ``complete``: it ended properly."""
+    """Fed with the answer's bytes. ``tokens``: events that brought text (one token each, but under load vLLM may put
+    several into one); ``counted``, ``prompt_tokens``: as the answer's usage says, where it has one; ``finish_reason``:
+    the last one seen; ``complete``: it ended properly."""
 
     stream: bool
     tokens: int = 0
+    counted: int | None = None
     prompt_tokens: int | None = None
     finish_reason: str | None = None
     complete: bool = False
@@ -62,8 +64,9 @@ class Watcher:
         usage = event.get("usage")
         if isinstance(usage, dict):
             self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
-            if isinstance(usage.get("completion_tokens"), int) and not self.stream:
-                self.tokens = usage["completion_tokens"]
+            self.counted = usage.get("completion_tokens", self.counted)
+            if not self.stream and isinstance(self.counted, int):
+                self.tokens = self.counted
         found = 0
         for choice in event.get("choices") or ():
             self.finish_reason = choice.get("finish_reason") or self.finish_reason
