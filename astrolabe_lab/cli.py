@@ -102,7 +102,7 @@ def _parse(argv):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; building it imports nothing heavy."""
-    from astrolabe_lab import cli_live, cli_simulate, cli_tag
+    from astrolabe_lab import cli_live, cli_simulate, cli_sweep, cli_tag
 
     parser = Parser(prog="astrolabe", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"astrolabe-lab {__version__}")
@@ -152,6 +152,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
 
     cli_tag.add_arguments(add("tag", cli_tag.tag, cli_tag.SUMMARY, cli_tag.EXAMPLE, cli_tag.DETAILS))
+    cli_sweep.add_arguments(
+        add("sweep", cli_sweep.sweep, cli_sweep.SUMMARY, cli_sweep.EXAMPLE, cli_sweep.DETAILS)
+    )
 
     report = add(
         "report",

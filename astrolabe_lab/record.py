@@ -88,7 +88,7 @@ def save_run(
             plain = frame.copy(deep=False)
             plain.attrs = {}  # frames in attrs (a step log's preemptions) are not JSON, which Parquet asks for
             plain.to_parquet(partial, index=False)
-        if _read(out_dir).get("status") != "running":
+        if read(out_dir).get("status") != "running":
             clear(out_dir)
         for partial, file in zip(partials, files, strict=True):
             os.replace(partial, out_dir / file)
@@ -103,7 +103,7 @@ def save_run(
 def note(out_dir: Path, *, new: bool = False, **entries: object) -> Path:
     """Put `entries` into `run.json` of `out_dir`, afresh if `new` or the record there has ended; its path."""
     path = Path(out_dir) / "run.json"
-    record = {} if new else _read(out_dir)
+    record = {} if new else read(out_dir)
     if record.get("status") != "running" and "status" not in entries:
         record = {}
     record = record or {"started": datetime.now(UTC).isoformat(timespec="seconds"), **facts()}
@@ -111,7 +111,7 @@ def note(out_dir: Path, *, new: bool = False, **entries: object) -> Path:
     return path
 
 
-def _read(out_dir: Path) -> dict:
+def read(out_dir: Path) -> dict:
     """What `run.json` of `out_dir` holds; nothing if there is none that can be read."""
     try:
         return dict(json.loads((Path(out_dir) / "run.json").read_text(encoding="utf-8")))
@@ -128,7 +128,7 @@ def _json(entries: Mapping[str, object]) -> str:
 
 def clear(folder: Path) -> None:
     """Remove what the run recorded in `folder` left there, with subfolders that this empties, and nothing else."""
-    folder, record = Path(folder).resolve(), _read(folder)
+    folder, record = Path(folder).resolve(), read(folder)
     rows, files = record.get("rows"), record.get("files")
     names = [*(rows if isinstance(rows, dict) else ()), *(files if isinstance(files, list) else ())]
     for name in ["run.json", record.get("notebook"), *names]:
@@ -144,7 +144,7 @@ def keep(work: Path, folder: Path) -> None:
     """Move the run in the folder `work` to `folder`, in place of the run there; `run.json` comes last."""
     found = (path.relative_to(work) for path in sorted(work.rglob("*")) if path.is_file())
     files = [path for path in found if path.suffix != ".partial" and path.name != "run.json"]
-    note(work, status=_read(work)["status"], files=[path.as_posix() for path in files])
+    note(work, status=read(work)["status"], files=[path.as_posix() for path in files])
     folder.mkdir(parents=True, exist_ok=True)
     clear(folder)
     for path in [*files, Path("run.json")]:

@@ -157,11 +157,11 @@ def test_unwatched_runs_are_told_in_a_line_every_few_seconds_and_one_at_the_end(
     grid = ("sharegpt_like", ["random"], [6, 9, 12], [0])
     sweep(*grid, workers=1, **SMALL | {"progress": None})
     (line,) = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(r"sweep: 3 of 3 runs in \d+ s", line)
-    monkeypatch.setattr("astrolabe_lab.sweep.EVERY_S", 0)
+    assert re.fullmatch(r"sweep: 3 of 3 runs in \d+ s \([\d.]+ a second\)", line)
+    monkeypatch.setattr("astrolabe_lab.sweep.progress.EVERY_S", 0)
     sweep(*grid, workers=1, **SMALL | {"progress": None})
     first = capsys.readouterr().err.splitlines()[0]
-    assert re.fullmatch(r"sweep: 1 of 3 runs in \d+ s, about \d+ s left", first)
+    assert re.fullmatch(r"sweep: 1 of 3 runs in \d+ s \([\d.]+ a second\), about \d+ s left", first)
 
 
 def test_progress_can_be_a_function_or_silence(capsys):

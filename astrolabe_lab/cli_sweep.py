@@ -1,0 +1,86 @@
+"""``astrolabe sweep``: a grid of simulated runs, kept as they end."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from astrolabe_lab.errors import InputError
+
+SUMMARY = "make a grid of simulated runs on all cores or a Ray cluster"
+EXAMPLE = "astrolabe sweep GRID.yaml --out outputs/grid"
+DETAILS = (
+    "GRID.yaml has the sections defaults (the same for every run), grid (lists: every combination), zip (lists walked "
+    "in step), cells (settings run by run) and exclude; --keys lists what can be set. Each run is kept as it ends: "
+    "the same command goes on where it was ended, and makes only what is new of a grid that has grown."
+)
+ENVELOPE = """
+defaults: {trace: sharegpt_like, requests: 2000, lengths: "noisy:0.25"}
+grid:
+  policy: [least_loaded, "astrolabe:k=2"]
+  qps: {from: 20, to: 32, step: 2}
+  seed: [0, 1, 2]
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the options of ``sweep``."""
+    parser.usage = "%(prog)s GRID.yaml --out DIR [option ...]"
+    parser.epilog += "\nwith, for example, this GRID.yaml:" + ENVELOPE.replace("\n", "\n  ").rstrip()
+    parser.add_argument("grid", metavar="GRID.yaml", nargs="?", help="the grid")
+    parser.add_argument("--out", metavar="DIR", help="folder that keeps the runs, summary.parquet and run.json")
+    parser.add_argument(
+        "--on", default="local", metavar="WHERE", help="local (the default), ray, or a cluster's ray://HOST:PORT"
+    )
+    parser.add_argument("--workers", type=int, metavar="N", help="runs at once (default: one a core)")
+    parser.add_argument(
+        "--keep", choices=("summary", "requests"), default="summary", help="requests: also each run's result frame"
+    )
+    parser.add_argument(
+        "--mix", action="store_true", help="take runs of other code as they are; the column code tells them apart"
+    )
+    parser.add_argument(
+        "--retries", type=int, default=2, metavar="N", help="tries more for a run whose process dies (default: 2)"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="only check the grid, count its runs, estimate the time")
+    parser.add_argument("--keys", action="store_true", help="only list what a grid can set")
+
+
+def sweep(args: argparse.Namespace) -> tuple[dict, str]:
+    """Make the runs; return the record and what a person reads. Raises InputError, CrewError, StoreError."""
+    from astrolabe_lab import sweep
+
+    if args.keys:
+        from astrolabe_lab.sweep import keys
+
+        dotted = (f"{group}.{key}" for group in keys.GROUPS for key in keys.members(group))
+        return {"keys": [*keys.PLAIN, *keys.others(), *dotted]}, keys.described()
+    if args.grid is None:
+        raise InputError("the grid is missing: astrolabe sweep GRID.yaml --out DIR (see astrolabe sweep --help)")
+    if args.dry_run:
+        found = sweep.estimate(args.grid, args.workers)
+        return found, (
+            f"{found['runs']:,} runs, {found['requests']:,} requests\n"
+            f"about {_span(found['wall_s'])} on {found['workers']} cores ({_span(found['computing_s'])} of computing; "
+            f"from {found['trials']} trial runs)"
+        )
+    if args.out is None:
+        raise InputError("--out is missing: the folder that keeps the runs (or --dry-run, to look at the grid only)")
+    began = time.perf_counter()
+    frame = sweep.run(
+        args.grid, args.out, on=args.on, workers=args.workers, keep=args.keep, mix=args.mix, retries=args.retries
+    )
+    wall_s = time.perf_counter() - began
+    runs = sweep.read(args.out).attrs["sweep"]["runs"]
+    record = {"out": args.out, "summary": f"{args.out}/summary.parquet", "rows": len(frame), "runs": runs}
+    text = f"{len(frame):,} runs ({runs['made_before']:,} made before) in {_span(wall_s)}"
+    if len(codes := sorted(set(frame["code"]))) > 1:
+        text += f"\nrows of {len(codes)} versions of the code, told apart by the column code: {', '.join(codes)}"
+    text += f"\nwrote {args.out}/summary.parquet"
+    return record | {"codes": codes, "source": "simulated", "wall_s": wall_s}, text
+
+
+def _span(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
+    return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"

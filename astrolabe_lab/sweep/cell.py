@@ -1,0 +1,300 @@
+"""One run of a grid: what its settings stand for, and the row that it gives."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from astrolabe_lab.errors import InputError
+
+from . import identity, keys
+from .sources import GENERATORS, SAMPLES, Requests, Sources, prepared
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+PRESET = "llama2-7b-a30"
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One run: its settings as given (`keys`), and the columns that tell it from the others of its grid."""
+
+    settings: Mapping[str, object]
+    columns: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        from astrolabe_lab.policies import spec
+
+        if "label" in self.settings:
+            return str(self.settings["label"])
+        policy = policy_of(self.settings)
+        return policy if isinstance(policy, str) else spec(policy)
+
+    def __str__(self) -> str:
+        qps = self.settings.get("qps")
+        rate = "the trace's own times" if qps is None else f"{qps:g} QPS" if _is_number(qps) else f"qps={qps!r}"
+        more = "".join(f", {name}={value}" for name, value in self.columns.items())
+        return f"{self.label} at {rate}, seed {self.settings.get('seed', 0)}{more}"
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A cell with everything looked up that its settings name; it can be sent to another process."""
+
+    cell: Cell
+    requests: Requests
+    arrivals: str
+    alpha: float | None
+    policy: object  # text for `policies.parse`, or a policy
+    options: Mapping[str, object]  # keyword arguments of `simulate`, without the seed
+
+    @property
+    def qps(self) -> float | None:
+        return self.cell.settings.get("qps")
+
+    @property
+    def seed(self) -> int:
+        return self.cell.settings.get("seed", 0)
+
+    def __str__(self) -> str:
+        return str(self.cell)
+
+    def content(self) -> dict[str, str]:
+        """Fingerprints of what the result depends on beside the code: `settings, trace, preset, key`.
+
+        `settings` are the names given; `trace` and `preset` what stands behind them; `key` is of all together.
+        """
+        from astrolabe_lab import policies
+
+        named = {name: value for name, value in self.cell.settings.items() if name not in ("trace", "label")}
+        trace = self.cell.settings.get("trace")
+        trace = str(trace) if isinstance(trace, str) or hasattr(trace, "__fspath__") else "a frame"
+        policy = policies.parse(self.policy) if isinstance(self.policy, str) else self.policy
+        parts = {
+            "settings": identity.of_value([named, trace]),
+            "trace": identity.of_value(asdict(self.requests)),
+            "preset": identity.of_value([self.options[name] for name in ("engine", "cost")]),
+        }
+        rest = [self.qps, self.arrivals, self.alpha, self.seed, policy, self.options]
+        return parts | {"key": identity.of_value([parts["trace"], rest])}
+
+
+def resolve(cell: Cell, sources: Sources) -> Run:
+    """The run of a cell. Raises InputError for a setting that is not allowed, named with its run."""
+    given = cell.settings
+    try:
+        policy = policy_of(given)
+        options = _options(given)
+        return Run(
+            cell,
+            _requests(given, sources),
+            given.get("arrivals") or ("poisson" if given.get("qps") is not None else "trace"),
+            given.get("alpha"),
+            policy,
+            options,
+        )
+    except InputError as error:
+        raise InputError(f"{cell}: {error}") from error
+
+
+def policy_of(given: Mapping[str, object]) -> object:
+    """The policy that the settings describe: text, or an object as given."""
+    from astrolabe_lab import policies
+
+    if (policy := given.get("policy")) is None:
+        raise InputError("policy is missing: say which, e.g. policy: [least_loaded, astrolabe:k=2]")
+    extra = [f"{key.partition('.')[2]}={value}" for key, value in given.items() if key.startswith("policy.")]
+    if not isinstance(policy, str):
+        if extra:
+            raise InputError(f"policy.KEY goes with a policy given as text, not with {policies.spec(policy)}")
+        return policy
+    text = policy + (("," if ":" in policy else ":") + ",".join(extra) if extra else "")
+    policies.parse(text)  # a misspelt one is told before anything runs
+    return text
+
+
+def _requests(given: Mapping[str, object], sources: Sources) -> Requests:
+    if "trace" not in given:
+        raise InputError(f"trace is missing: a file, or {' or '.join(GENERATORS)}")
+    sample = given.get("sample", "head")
+    if sample not in SAMPLES:
+        raise InputError(f"sample={sample!r} is unknown: allowed are {', '.join(SAMPLES)}")
+    count = given.get("requests")
+    if count is not None:
+        whole("requests", count)
+    loading = {name: given[name] for name in ("format", "on_bad", "unsorted") if given.get(name) is not None}
+    source = sources.find(given["trace"], **loading)
+    if source in GENERATORS:
+        if count is None:
+            raise InputError(f"requests is missing: say how many requests {source} should draw")
+        if loading or sample != "head":
+            stray = ", ".join([*loading, *["sample"] * (sample != "head")])
+            raise InputError(f"{stray}: this goes with a trace that there is, and {source} draws its own")
+    return Requests(source, count, sample, str(given.get("lengths", "oracle")), given.get("seed", 0))
+
+
+def _options(given: Mapping[str, object]) -> dict[str, object]:
+    """The keyword arguments of `simulate`."""
+    from astrolabe_lab.sim.cluster import ControlPlane, LatencyNoise
+
+    name = given.get("preset", PRESET)
+    engine, cost = _engine_and_cost(given, name)
+    options: dict[str, object] = {"instances": given.get("instances", 12), "engine": engine, "cost": cost}
+    believed = _coefficients(given, "predictor_cost")
+    if "predictor_cost" in given or believed:
+        options["predictor_cost"] = _changed(given.get("predictor_cost", cost), believed, "predictor_cost")
+    control = given.get("control", _delays(given.get("delays", "none")))
+    delays = {key: _pair(given[key]) for key in keys.CONTROL if key in given}
+    options["control"] = replace(control, **delays) if isinstance(control, ControlPlane) else control
+    noise = {key: given[f"latency_noise.{key}"] for key in ("common", "candidate") if f"latency_noise.{key}" in given}
+    start = given.get("latency_noise", LatencyNoise())
+    options["latency_noise"] = replace(start, **noise) if isinstance(start, LatencyNoise) else start
+    if "faults" in given:
+        options["faults"] = _faults(given["faults"])
+    passed_on = ("extension_tokens", "compiled", "leaps", *keys.others())
+    return options | {key: given[key] for key in passed_on if key in given and key not in options}
+
+
+def _engine_and_cost(given: Mapping[str, object], name: object) -> tuple[object, object]:
+    from astrolabe_lab.cost import StepCost, preset
+    from astrolabe_lab.sim.config import EngineConfig
+
+    flags = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("engine.")}
+    coefficients = _coefficients(given, "cost")
+    if isinstance(name, (list, tuple)):  # one an instance
+        pairs = [_engine_and_cost({**given, "preset": one}, one) for one in name]
+        return [engine for engine, _ in pairs], [cost for _, cost in pairs]
+    known = None if name in (None, "none") else preset(name)
+    engine, cost = given.get("engine"), given.get("cost")
+    if engine is None:
+        engine = EngineConfig.from_dict(known.engine) if known else EngineConfig()
+    if flags:
+        if not isinstance(engine, EngineConfig):
+            raise InputError("engine.KEY goes with one engine for all instances")
+        engine = EngineConfig.from_dict(flags, base=engine)
+    if cost is None:
+        cost = StepCost.from_dict(coefficients, base=known.cost if known else None)
+    elif coefficients:
+        cost = _changed(cost, coefficients, "cost")
+    return engine, cost
+
+
+def _coefficients(given: Mapping[str, object], group: str) -> dict[str, float]:
+    found = {}
+    for key, value in given.items():
+        if key.startswith(f"{group}."):
+            try:
+                found[key.partition(".")[2]] = float(value) if isinstance(value, str) else value
+            except ValueError:
+                raise InputError(f"{key}={value!r} is not a number of seconds, like 0.012") from None
+    return found
+
+
+def _changed(cost: object, coefficients: dict[str, float], group: str) -> object:
+    from astrolabe_lab.cost import StepCost
+
+    if coefficients and not isinstance(cost, StepCost):
+        raise InputError(f"{group}.KEY goes with one cost for all instances")
+    return StepCost.from_dict(coefficients, base=cost) if coefficients else cost
+
+
+def _delays(name: object):
+    from astrolabe_lab.sim.cluster import ControlPlane
+
+    if name not in ("none", "paper"):
+        raise InputError(f"delays={name!r} is unknown: allowed are none and paper")
+    return ControlPlane.paper() if name == "paper" else ControlPlane()
+
+
+def _pair(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _faults(value: object) -> tuple:
+    from dataclasses import fields
+
+    from astrolabe_lab.sim.cluster import Outage, Slowdown
+
+    kinds = {"outage": Outage, "slowdown": Slowdown}
+    if not isinstance(value, (list, tuple)):
+        raise InputError(f"faults={value!r} should be a list of {{kind: outage or slowdown, instance: 0, ...}}")
+    faults = []
+    for entry in value:
+        if isinstance(entry, Mapping):
+            settings = dict(entry)
+            kind = settings.pop("kind", None)
+            if kind not in kinds:
+                raise InputError(f"faults: kind={kind!r} is unknown: allowed are {' and '.join(kinds)}")
+            allowed = [one.name for one in fields(kinds[kind])]
+            for key in settings:
+                if key not in allowed:
+                    close = difflib.get_close_matches(str(key), allowed, n=1)
+                    meant = f" Did you mean {close[0]}?" if close else ""
+                    raise InputError(f"faults: {kind} has no {key!r}; it has {', '.join(allowed)}.{meant}")
+            try:
+                entry = kinds[kind](**settings)
+            except TypeError as error:
+                raise InputError(f"faults: {kind}: {str(error).partition('() ')[2]}") from None
+        faults.append(entry)
+    return tuple(faults)
+
+
+def whole(name: str, value: object) -> int:
+    """`value`, if it is a whole number >= 1; raises InputError."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise InputError(f"{name}={value!r} should be a whole number >= 1")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+# --- running it -------------------------------------------------------------------------------------------
+
+
+def arrive(run: Run, frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """The run's requests, with their arrival times."""
+    from astrolabe_lab.arrivals import with_arrivals
+
+    return with_arrivals(prepared(run.requests, frames), run.qps, run.arrivals, run.seed, run.alpha)
+
+
+def measure(run: Run, trace: pd.DataFrame) -> tuple[dict[str, object], pd.DataFrame]:
+    """(summary, result frame) of the run on these requests; the summary has `wall_s`, what `simulate` took."""
+    from astrolabe_lab import policies
+    from astrolabe_lab.measure import summarise
+    from astrolabe_lab.sim.cluster import simulate
+
+    policy = policies.parse(run.policy) if isinstance(run.policy, str) else copy.deepcopy(run.policy)
+    began = time.perf_counter()
+    results = simulate(trace, policy, seed=run.seed, **run.options)
+    wall_s = time.perf_counter() - began
+    row = {"qps": _own_rate(trace["arrived_s"]) if run.qps is None else run.qps}
+    return row | summarise(results, by=[]).to_dict("records")[0] | {"wall_s": wall_s}, results
+
+
+def run_cell(run: Run, frames: Mapping[str, pd.DataFrame], keep_requests: bool = False) -> tuple[dict, object]:
+    """(summary, the result frame if `keep_requests`, else None): what a worker does with one run."""
+    summary, results = measure(run, arrive(run, frames))
+    return summary, results if keep_requests else None
+
+
+def row_of(cell: Cell, summary: Mapping[str, object]) -> dict[str, object]:
+    """The row of the sweep's frame: what tells the run from others, then what was measured."""
+    seed = cell.settings.get("seed", 0)
+    named = {"source": "simulated", "policy": cell.label, "qps": summary["qps"], "seed": seed}
+    return named | dict(cell.columns) | {name: value for name, value in summary.items() if name != "qps"}
+
+
+def _own_rate(arrived_s: pd.Series) -> float:
+    """Requests a second over the span of the arrivals, as `arrivals.with_arrivals` scales it; NaN without one."""
+    span_s = arrived_s.iloc[-1] - arrived_s.iloc[0]
+    return (len(arrived_s) - 1) / span_s if span_s > 0 else math.nan

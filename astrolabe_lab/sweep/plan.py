@@ -1,0 +1,114 @@
+"""What a sweep will do: its runs, looked up and rehearsed, and what they will cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from astrolabe_lab import crew
+from astrolabe_lab.errors import InputError
+
+from . import keys
+from .cell import PRESET, Run, arrive, measure, resolve, whole
+from .grid import Grid
+from .sources import Sources
+
+FEW = 3  # requests of a rehearsal
+TRIAL = 10_000  # requests at most of a run that is timed beforehand
+MANY = 40  # settings that are not timed one by one
+
+
+def grid_of(
+    trace, policies, qps, seeds, *, requests=None, sample="head", lengths="oracle", arrivals="poisson", alpha=None,
+    **simulate_options,
+) -> Grid:  # fmt: skip
+    """The grid that `sweep` is called with."""
+    from astrolabe_lab.policies import spec
+
+    if isinstance(policies, str) or not isinstance(policies, (Mapping, Sequence)):
+        raise InputError(f"policies={policies!r} should be a list, or a mapping from label to policy")
+    for name, values in (("qps", qps), ("seeds", seeds)):
+        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+            raise InputError(f"{name}={values!r} should be a list, e.g. [{values!r}]")
+    by_label = isinstance(policies, Mapping)
+    named = list(policies.items()) if by_label else [(p if isinstance(p, str) else spec(p), p) for p in policies]
+    qps, seeds = [*qps], [*seeds]
+    for name, values in (("policies", [label for label, _ in named]), ("qps", qps), ("seeds", seeds)):
+        if not values:
+            raise InputError(f"{name} is empty: a sweep needs at least one")
+        if repeated := {str(value) for value in values if values.count(value) > 1}:
+            raise InputError(f"{name} holds {', '.join(sorted(repeated))} more than once: label each or drop it")
+    axes = [
+        [{"policy": policy, "label": label} for label, policy in named],
+        [{"qps": rate} for rate in qps],
+        [{"seed": seed} for seed in seeds],
+    ]
+    given = {"trace": trace, "sample": sample, "lengths": lengths, "arrivals": arrivals, "preset": PRESET}
+    apart = {name: simulate_options.pop(name) for name in ("compiled", "leaps") if name in simulate_options}
+    optional = {"requests": requests, "alpha": alpha} | keys.flat(simulate_options, "sweep") | apart
+    grid = Grid(axes, given | {name: value for name, value in optional.items() if value is not None})
+    grid.check()
+    return grid
+
+
+def planned(grid: Grid) -> tuple[list[Run], Sources]:
+    """The runs of a grid, after a few requests have gone through each of its settings but rates and seeds."""
+    sources = Sources(grid.folder)
+    runs = [resolve(cell, sources) for cell in grid.cells()]
+    rehearsed, arrived = set(), set()
+    for one in runs:
+        rate = one.requests.source, one.requests.count, one.qps, one.arrivals, one.alpha
+        setting = one.requests.source, one.requests.lengths, one.policy if isinstance(one.policy, str) else None, *(
+            f"{name}={value!r}" for name, value in one.options.items()
+        )
+        if rate in arrived and setting in rehearsed:
+            continue
+        try:
+            trace = arrive(one, sources.frames)
+            if setting not in rehearsed and isinstance(one.policy, str):
+                measure(one, trace.head(FEW))
+        except InputError as error:
+            raise InputError(f"{one}: {error}") from error
+        rehearsed.add(setting)
+        arrived.add(rate)
+    return runs, sources
+
+
+def estimate(grid: Grid | Mapping[str, object] | str | Path, workers: int | None = None) -> dict[str, object]:
+    """What the grid costs, from trial runs: `runs, requests, seeds, trials, computing_s, workers, wall_s`.
+
+    Each setting (or each policy, where there are many) is timed at its lowest and its highest rate, on at most 10,000
+    requests, and the rates between are taken to lie between. Starting the workers, some seconds, comes on top.
+    """
+    runs, sources = planned(Grid.given(grid))
+    workers = crew.cores() if workers is None else whole("workers", workers)
+    settings = {(run.cell.label, *run.cell.columns.values()) for run in runs}
+    groups: dict[object, list[Run]] = {}
+    for run in runs:
+        key = (run.cell.label, *run.cell.columns.values()) if len(settings) <= MANY else run.cell.label
+        groups.setdefault(key, []).append(run)
+    trials, computing_s = {}, 0.0
+    for group in groups.values():
+        ordered = sorted(group, key=lambda run: run.qps or 0)
+        ends_s = []
+        for run in dict.fromkeys((ordered[0], ordered[-1])):
+            trace = arrive(run, sources.frames).head(TRIAL)
+            ends_s.append(measure(run, trace)[0]["wall_s"] / len(trace))
+            trials[run] = None
+        computing_s += sum(ends_s) / len(ends_s) * sum(_count(run, sources) for run in group)
+    return {
+        "runs": len(runs),
+        "requests": sum(_count(run, sources) for run in runs),
+        "seeds": len({run.seed for run in runs}),
+        "trials": len(trials),
+        "computing_s": computing_s,
+        "workers": workers,
+        "wall_s": computing_s / workers,
+    }
+
+
+def _count(run: Run, sources: Sources) -> int:
+    frame = sources.frames.get(run.requests.source)
+    if frame is None:
+        return run.requests.count
+    return len(frame) if run.requests.count is None else run.requests.count
