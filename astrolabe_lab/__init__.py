@@ -12,7 +12,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _MODULES = (
-    "arrivals cost errors fit length measure oracle plots policies predictor recorded report request rng run "
+    "arrivals cost errors families fit length measure oracle plots policies predictor recorded report request rng run "
     "sharegpt_like sim sweep trace"
 ).split()
 _HOME = {

@@ -123,7 +123,7 @@ _VERBS = """carries follows crosses reaches changes keeps opens repeats guides m
     joins""".split()
 _JOINS = "near beyond behind under above before after without toward inside".split()
 _SENTENCE = (_ADJECTIVES, _NOUNS, _VERBS, _ADJECTIVES, _NOUNS, _JOINS, _NOUNS)
-_LONGEST_EXCERPT = 3_500
+LONGEST_EXCERPT = 3_500
 _BREAK = "\n\n"
 
 
@@ -150,7 +150,7 @@ def pasted_prose() -> Prose:
     rng = stream(0, "pasted prose")
     pieces: list[str] = []
     starts: list[int] = []
-    while len(pieces) < 20_000 + _LONGEST_EXCERPT:
+    while len(pieces) < 20_000 + LONGEST_EXCERPT:
         *picks, shape, gap = rng.random(len(_SENTENCE) + 2)
         words = [choices[int(u * len(choices))] for u, choices in zip(picks, _SENTENCE, strict=True)]
         if pieces and gap < 0.15:
@@ -167,7 +167,7 @@ def pasted_prose() -> Prose:
     for piece in pieces:
         total += len(piece)
         ends.append(total)
-    usable = tuple(start for start in starts if start <= len(pieces) - _LONGEST_EXCERPT)
+    usable = tuple(start for start in starts if start <= len(pieces) - LONGEST_EXCERPT)
     return Prose("".join(pieces), tuple(ends), usable)
 
 
