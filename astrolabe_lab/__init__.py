@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 _MODULES = (
     "arrivals cost errors families fit length measure oracle plots policies predictor recorded report request rng run "
-    "sharegpt_like sim sweep trace"
+    "servegen sharegpt_like sim sweep trace"
 ).split()
 _HOME = {
     "ControlPlane": "sim.cluster",
