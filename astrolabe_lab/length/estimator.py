@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 class Estimator:
     """A model of the length of answers. Subclasses are dataclasses; their fields are the options.
 
-    After ``fit``: ``n_samples_``, ``censored_`` (how many were cut off), ``median_tokens_`` (of the lengths), ``data_sha256_``, ``models_`` (names of
-    the serving models it tells apart; empty if none were given) and ``metrics`` (a dict to fill and save).
+    After ``fit``: ``n_samples_``, ``censored_`` (how many were cut off), ``median_tokens_`` (of the lengths),
+    ``data_sha256_``, ``models_`` (names of the serving models it tells apart; empty if none were given) and
+    ``metrics`` (a dict to fill and save).
     """
 
     kind: ClassVar[str]

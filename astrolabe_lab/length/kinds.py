@@ -18,6 +18,7 @@ KINDS = {
     "prompt_ridge": _lazy("ridge", "PromptRidge"),
     "oracle": _lazy("baselines", "Oracle"),
     "noisy": _lazy("baselines", "Noisy"),
+    "recalibrated": _lazy("recalibrated", "Recalibrated"),
 }
 
 
