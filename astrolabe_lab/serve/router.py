@@ -21,6 +21,7 @@ from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.journal import Journal
 from astrolabe_lab.serve.live_view import LiveView
 from astrolabe_lab.serve.openai_api import PATHS, Asked, Refusal, parse
+from astrolabe_lab.serve.remote import RemotePredictors
 from astrolabe_lab.serve.stream import Watcher
 from astrolabe_lab.sim.view import check_choice
 
@@ -76,7 +77,7 @@ class Router:
     api_key: str | None = None
     seed: int = 0
     name_requests: bool = True  # tell the engines rid and predicted length in vllm_xargs
-    ask: object = None  # for remote Predictors: see ``live_view``
+    ask: RemotePredictors | None = None  # None: the instances' own Predictors, in this process
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self):
@@ -117,12 +118,16 @@ class Router:
     async def _running(self, app):
         connector = aiohttp.TCPConnector(limit=0, force_close=False, keepalive_timeout=30)
         self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+        if self.ask is not None:
+            await self.ask.open()
         probing = asyncio.create_task(self._probe())
         yield
         probing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await probing
         await self._session.close()
+        if self.ask is not None:
+            await self.ask.close()
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
 
@@ -159,7 +164,7 @@ class Router:
         request = Request(rid, arrived_s, max(prompt_tokens, 1), predicted, asked.slo)
         tried: set[int] = set()
         for attempt in range(self.limits.tries):
-            decision = self._choose(request, tried)
+            decision = await self._choose(request, tried)
             self._record_decision(request, decision, attempt, counted, tagged)
             outcome = await self._dispatch(http, asked, request, decision)
             if outcome is not None:
@@ -187,7 +192,7 @@ class Router:
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time") from None
 
-    def _choose(self, request: Request, tried: set[int]) -> Decision:
+    async def _choose(self, request: Request, tried: set[int]) -> Decision:
         started = time.perf_counter()
         now_s = self.now_s()
         available = [i for i in self.instances if i.index not in tried and i.available(now_s)]
@@ -202,7 +207,12 @@ class Router:
                 headers={"Retry-After": "1"},
             )  # fmt: skip
         view = LiveView(available, now_s, self.ask)
-        index = check_choice(self.policy.choose(request, view, self._rng), len(view), self.policy_name)
+        if self.ask is None:
+            chosen = self.policy.choose(request, view, self._rng)
+        else:  # in a thread, which may wait for the sidecars; with draws of its own, as decisions overlap
+            own = random_stream(self.seed, f"policy {request.rid}")
+            chosen = await asyncio.to_thread(self.policy.choose, request, view, own)
+        index = check_choice(chosen, len(view), self.policy_name)
         instance = available[index]
         instance.breaker.sent(now_s)
         return Decision(instance, view, time.perf_counter() - started)
