@@ -2,32 +2,29 @@
 
 It rebuilds the engine from the status, completes the step in flight, adds what the router has dispatched since the
 status was taken, then the newcomer, and runs the engine forward, as it would run with the predicted lengths and no
-later arrival (Astrolabe, section on the Predictor). The simulator, the sidecar and notebooks call the same object.
+later arrival (Astrolabe, section on the Predictor), or with the arrivals that ``foresight`` expects. The simulator, the
+sidecar and notebooks call the same object.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError, check_kind
+from astrolabe_lab.foresight import LEARNED, Foresight, new_foresight
+from astrolabe_lab.forward import ANSWER, PENDING, predict, room_ahead
+from astrolabe_lab.objective import ADDED_DELAY, E2E, TTFT, objective
 from astrolabe_lab.request import Request
-from astrolabe_lab.sim import kernel
-from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.config import EngineConfig
-from astrolabe_lab.sim.restore import assumed_output, restore
-from astrolabe_lab.sim.state import FINISHED, NONE, new_state
+from astrolabe_lab.sim.state import new_state
 from astrolabe_lab.sim.status import HEADER, ROW, Status
 from astrolabe_lab.sim.status_check import check_status
 
 EXTENSION_TOKENS = 10
-METRICS = ("e2e_s", "ttft_s", "tpot_s", "added_delay_s")
-E2E, TTFT, TPOT, ADDED_DELAY = range(4)
-
-PENDING = np.dtype([("ready_s", "f8"), ("prompt", "i4"), ("predicted", "i4")], align=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,101 +38,49 @@ class Prediction:
     tpot_s: float | None = None
     added_delay_s: float | None = None
     reason: str = ""
+    basis: tuple = field(default=(), repr=False, compare=False)  # what Foresight.observe_outcome needs of it
 
-
-@compiled
-def forward(scratch, template, header, rows, pending, newcomer, metric, extension, out):
-    """Simulate forward until the newcomer (``pending[newcomer]``, or -1 for none) has finished.
-
-    Writes (ttft, e2e, tpot) of the newcomer, in s from its ready time, to out[:3], and the summed finish times of all
-    to out[3] when the metric asks for them. Returns False when the newcomer does not fit.
-    """
-    engines, requests, running, batch, done, log, grids, pool, lists = scratch
-    restore(engines, requests, running, batch, grids, template, header, rows, extension)
-    n = header[0].n_rows
-    target = NONE
-    for p in range(pending.size):
-        if newcomer < 0 and p == pending.size - 1:
-            break
-        q = requests[n + p]
-        q.prompt = pending[p].prompt
-        q.predicted = pending[p].predicted
-        q.output = max(pending[p].predicted, 1)
-        if p != newcomer:
-            q.output = assumed_output(engines[0], q.prompt, 0, q.predicted, extension)
-        q.computed = 0
-        q.generated = 0
-        q.placeholders = 0
-        q.in_flight = 0
-        q.stale = 0
-        q.blocks = 0
-        q.preemptions = 0
-        q.router = 0
-        q.first_token_s = np.nan
-        q.finished_s = np.nan
-        ready_s = pending[p].ready_s
-        fits = kernel.deliver(engines, requests, running, batch, done, log, grids, pool, lists, 0, n + p, ready_s)
-        if p == newcomer:
-            if not fits:
-                return False
-            target = n + p
-            if metric == TTFT:
-                q.output = 1  # what follows its first token does not change when that comes
-    if metric == ADDED_DELAY:
-        kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, 0, np.inf, NONE, True)
-    else:
-        kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, 0, np.inf, target, True)
-    if engines[0].stuck == 1:
-        return False
-    total = 0.0
-    if metric == ADDED_DELAY:
-        for r in range(n + pending.size - (1 if newcomer < 0 else 0)):
-            if requests[r].state == FINISHED and r != target:
-                total += requests[r].finished_s
-    out[3] = total
-    if target != NONE:
-        q = requests[target]
-        ready_s = pending[newcomer].ready_s
-        frontend_s = engines[0].frontend_s
-        out[0] = q.first_token_s + frontend_s - ready_s
-        out[1] = q.finished_s + frontend_s - ready_s
-        out[2] = (q.finished_s - q.first_token_s) / (q.output - 1) if q.output > 1 else 0.0
-    return True
-
-
-@compiled
-def predict(scratch, template, header, rows, pending, metric, extension, out):
-    """Predict for the newcomer, the last of ``pending``; out (5,) gets ttft, e2e, tpot, (scratch), added delay in s
-    from its ready time. Returns False when it does not fit. The scratch state needs room for all rows and pending."""
-    newcomer = pending.size - 1
-    if not forward(scratch, template, header, rows, pending, newcomer, metric, extension, out):
-        return False
-    if metric == ADDED_DELAY:
-        others_with = out[3]
-        ttft, e2e, tpot = out[0], out[1], out[2]
-        forward(scratch, template, header, rows, pending, -1, metric, extension, out)
-        out[4] = e2e + others_with - out[3]
-        out[0], out[1], out[2] = ttft, e2e, tpot
-    return True
+    def value(self, metric: str) -> float:
+        """What the objective of this name compares, in s; inf where the request does not fit or the prediction did not
+        compute it. Raises InputError for a name that is none."""
+        code, weight = objective(metric)
+        if code == ADDED_DELAY:
+            parts = (self.added_delay_s,) if weight == 1.0 else (self.e2e_s, self.added_delay_s)
+        else:
+            parts = (getattr(self, metric),)
+        if None in parts:
+            return math.inf
+        return parts[0] if len(parts) == 1 else parts[0] + weight * (parts[1] - parts[0])
 
 
 class Predictor:
     """Predicts for one instance. ``engine``: its flags; ``cost``: a StepCost; a request past its predicted length is
-    assumed to end ``extension_tokens`` later (the paper's rule: 10)."""
+    assumed to end ``extension_tokens`` later (the paper's rule: 10). ``foresight``: a Foresight, which whoever holds
+    the Predictor tells of dispatches and outcomes; None, the paper's method, assumes no later arrival."""
 
-    def __init__(self, engine: EngineConfig, cost, extension_tokens: int = EXTENSION_TOKENS):
+    def __init__(
+        self,
+        engine: EngineConfig,
+        cost,
+        extension_tokens: int = EXTENSION_TOKENS,
+        foresight: Foresight | None = None,
+    ):
         check_kind("engine", engine, EngineConfig, "EngineConfig(...)")
         check_kind("cost", cost, StepCost, "StepCost.parse(...)")
         check_extension(extension_tokens)
         self.engine = engine
         self.cost = cost
+        if foresight is not None:
+            check_kind("foresight", foresight, Foresight, 'Foresight("arrivals")')
         self.extension_tokens = extension_tokens
+        self.foresight = new_foresight("none") if foresight is None else foresight.record
         self._scratch = new_state([engine], [cost], 256)
         self.template = self._scratch.engines.copy()
-        self._out = np.zeros(5)
+        self._out = np.zeros(ANSWER)
 
     def scratch(self, n_requests: int):
-        """The scratch state, grown to hold ``n_requests``."""
+        """The scratch state, grown to hold ``n_requests`` and the arrivals that foresight assumes."""
+        n_requests += room_ahead(self.foresight)
         if n_requests > len(self._scratch.requests):
             self._scratch = new_state([self.engine], [self.cost], 2 * n_requests)
         return self._scratch
@@ -152,28 +97,28 @@ class Predictor:
 
         ``now_s``: when it would reach the engine (default: its arrival, or the status' time if that is later).
         ``dispatched``: what the router has sent there that the status does not show yet, as (ready_s, prompt_tokens,
-        predicted_tokens). ``metric``: one of METRICS to compute no more than that needs; default: TTFT, E2E and TPOT.
+        predicted_tokens). ``metric``: one of METRICS, or blend:W, to compute no more than that needs; default: TTFT,
+        E2E and TPOT.
         Raises InputError for a request without predicted length or a status that is not this engine's.
         """
         if request.predicted_tokens < 1:
             raise InputError(f"request {request.rid} has no predicted length: attach one (length.attach), e.g. oracle")
-        if metric is not None and metric not in METRICS:
-            raise InputError(f"metric={metric!r} is not one of {', '.join(METRICS)}")
+        code = E2E if metric is None else objective(metric).code
         check_status(status, self.template)
         if now_s is None:
             now_s = max(request.arrived_s, status.taken_s)
         if self.engine.rejects(request.prompt_tokens, request.predicted_tokens):
             return Prediction(False, reason=self._why_not(request))
         pending = self._pending([*dispatched, (now_s, request.prompt_tokens, request.predicted_tokens)])
-        code = E2E if metric is None else METRICS.index(metric)
         state = self.scratch(len(status.rows) + len(pending))
         fits = predict(
-            state, self.template, status.header, status.rows, pending, code, self.extension_tokens, self._out
-        )
+            state, self.template, status.header, status.rows, pending, self.foresight, code, self.extension_tokens,
+            self._out,
+        )  # fmt: skip
         if not fits:
             return Prediction(False, reason=self._why_not(request))
         wait_s = now_s - request.arrived_s
-        ttft, e2e, tpot, _, added = self._out
+        ttft, e2e, tpot, _, added = self._out[:5]
         if code == TTFT:
             return Prediction(True, ttft_s=float(ttft + wait_s))
         return Prediction(
@@ -182,6 +127,7 @@ class Predictor:
             float(e2e + wait_s),
             float(tpot),
             float(added + wait_s) if code == ADDED_DELAY else None,
+            basis=tuple(self._out[5:].tolist()) if self.foresight["kind"][0] & LEARNED else (),
         )
 
     @staticmethod

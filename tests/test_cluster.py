@@ -390,7 +390,7 @@ def test_k_beyond_the_cluster_is_refused_by_object_and_twin_alike(compiled):
 @pytest.mark.parametrize(
     ("metric", "instances", "message"),
     [
-        ("speed", [0], "metric='speed' is not one of e2e_s, ttft_s, tpot_s, added_delay_s, nor a callable"),
+        ("speed", [0], "metric='speed' is not one of e2e_s, ttft_s, tpot_s, added_delay_s, blend:W"),
         ("e2e_s", [0, 3], r"predict\(\) was asked for instance 3; the cluster has 3 healthy instances, 0\.\.2"),
         ("e2e_s", [-1], r"predict\(\) was asked for instance -1"),
         (lambda p: 1.0, [0, 1], r"the metric returned shape \(\) for 2 instances"),

@@ -7,7 +7,8 @@ import pytest
 from workloads import CONSTANT, KINDS, Engine, flags_of, frame, random_workload
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.predictor import METRICS, Predictor, empty_status
+from astrolabe_lab.objective import METRICS
+from astrolabe_lab.predictor import Predictor, empty_status
 from astrolabe_lab.request import Request
 from astrolabe_lab.sim.engine import EngineConfig, run_one
 

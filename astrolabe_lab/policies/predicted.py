@@ -9,6 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.objective import check_foresight, objective
 from astrolabe_lab.policies.draw import argmin, sample_k, uniform
 
 
@@ -26,23 +27,27 @@ class MinTokens:
 class Astrolabe:
     """Sample k instances, ask their Predictors for ``metric``, take the lowest.
 
-    ``k``: how many are asked, or 0 for all of them (full fan-out). ``metric``: e2e_s, ttft_s, tpot_s, added_delay_s,
-    or a callable of a ``Predictions`` (arrays ttft_s, e2e_s, tpot_s of the asked instances, inf where the request
-    does not fit) that returns one value an instance, lower is better. Instances that do not fit are dropped; when
-    none is left the choice is uniform over all. Where fewer than k are healthy, these are asked.
+    ``k``: how many are asked, or 0 for all of them (full fan-out). ``metric``: the name of an ``objective``, or a
+    callable of a ``Predictions`` (arrays ttft_s, e2e_s, tpot_s of the asked instances, inf where the request does not
+    fit) that returns one value an instance, lower is better. ``foresight``: none (the paper's method), arrivals,
+    learned or both: what the Predictors assume of later arrivals. Instances that do not fit are dropped; when none is
+    left the choice is uniform over all. Where fewer than k are healthy, these are asked.
     """
 
     k: int = 2
     metric: str | Callable = "e2e_s"
+    foresight: str = "none"
     needs_lengths: ClassVar[bool] = True
 
     def __post_init__(self):
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
             raise InputError(f"policy astrolabe: k={self.k!r} must be a whole number >= 1, or 0 for all instances")
-        if not callable(self.metric) and self.metric not in ("e2e_s", "ttft_s", "tpot_s", "added_delay_s"):
-            raise InputError(
-                f"policy astrolabe: metric={self.metric!r} is no callable, nor e2e_s, ttft_s, tpot_s, added_delay_s"
-            )
+        try:
+            check_foresight(self.foresight)
+            if not callable(self.metric):
+                objective(self.metric)
+        except InputError as error:
+            raise InputError(f"policy astrolabe: {error}") from None
 
     def choose(self, request, cluster, rng):
         n = len(cluster)

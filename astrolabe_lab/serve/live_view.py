@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from astrolabe_lab.errors import InputError
-from astrolabe_lab.predictor import METRICS
+from astrolabe_lab.objective import objective
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.sim.signals import SIGNALS, Signals
 from astrolabe_lab.sim.view import Predictions
@@ -47,8 +46,8 @@ class LiveView:
 
     def predict(self, request, metric, instances) -> np.ndarray:
         """As ``sim.view.ClusterView.predict``: inf where it does not fit, came too late or failed."""
-        if not callable(metric) and metric not in METRICS:
-            raise InputError(f"metric={metric!r} is not one of {', '.join(METRICS)}, nor a callable")
+        if not callable(metric):
+            objective(metric)
         wanted = None if callable(metric) else metric
         answers = self._answers(request, wanted, instances)
         for i, answer in zip(instances, answers, strict=True):
@@ -62,8 +61,7 @@ class LiveView:
                 for name in ("ttft_s", "e2e_s", "tpot_s")
             ]
             return np.asarray(metric(Predictions(*columns)), dtype=np.float64)
-        values = [np.inf if a is None or not a.fits else getattr(a, metric) for a in answers]
-        return np.array([np.inf if value is None else value for value in values], dtype=np.float64)
+        return np.array([np.inf if a is None else a.value(metric) for a in answers], dtype=np.float64)
 
     def _answers(self, request, metric, instances):
         if self._ask is not None:

@@ -26,7 +26,8 @@ V1, V0_CHUNKED, V0_PREFILL_FIRST = 0, 1, 2
 def _cache_folder() -> str:
     package = Path(__file__).parent.parent
     digest = hashlib.sha256()
-    for path in sorted([*package.glob("sim/*.py"), *package.glob("policies/*.py"), package / "predictor.py"]):
+    asked = (package / name for name in ("forward.py", "foresight.py", "objective.py"))
+    for path in sorted([*package.glob("sim/*.py"), *package.glob("policies/*.py"), *asked]):
         digest.update(path.name.encode())
         digest.update(path.read_bytes())
     name = f"kernels-{digest.hexdigest()[:16]}"

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from astrolabe_lab import policies
+from astrolabe_lab.foresight import BASIS
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream
 from astrolabe_lab.sim import kernel, twin, view
@@ -54,7 +55,10 @@ class Run:
         load_requests(self.state, trace["prompt_tokens"].to_numpy(), trace["output_tokens"].to_numpy(), predicted)
         self.state.requests["router"] = np.arange(len(trace)) % control.routers
         self.knowledge = Knowledge(self.state, control, leaps)
-        self.asking = Asking(self.knowledge, configs, predictor_costs, control, noise, seed, extension)
+        foresight = getattr(policy, "foresight", "none")
+        self.asking = Asking(
+            self.knowledge, configs, predictor_costs, control, noise, seed, extension, foresight
+        )
         self.number = view.register(self.asking.answer)
         self.routers = [
             Router(policy, stream(seed, "policy" if j == 0 else f"policy/{j}"), self.number)
@@ -69,19 +73,24 @@ class Run:
 
     def compiled(self, progress) -> None:
         """Run the policy's compiled twin."""
-        kind, k, metric, extra = twin.twin_of(self.policy)
+        kind, k, asked_for, extra = twin.twin_of(self.policy)
         asking = self.asking
         total = len(self.arrived)
         rows = np.zeros(total + 1 if kind == twin.ASTROLABE else 1, ROW)
         if kind == twin.ASTROLABE:
             asking.make_room(total + 2)
+        opened = np.zeros(total if asking.foresights[0]["kind"][0] else 0, BASIS)
+        asking.foresights[0]["share"] = 1.0 / len(self.state.engines)
         for first in range(0, total, CHUNK):
             last = min(first + CHUNK, total)
             extra = twin.run(
-                self.state, self.arrived, first, last, kind, k, metric, extra, self.routers[0].rng, asking.noise_rng,
+                self.state, self.arrived, first, last, kind, k, asked_for, extra, self.routers[0].rng, asking.noise_rng,
                 float(asking.noise.common), float(asking.noise.candidate),
-                (asking.scratch, asking.templates, self.knowledge.header, rows, asking.extension), self.leaps,
-                self.predicted_e2e,
+                (
+                    asking.scratch, asking.templates, self.knowledge.header, rows, asking.foresights[0], opened,
+                    asking.extension,
+                ),
+                self.leaps, self.predicted_e2e,
             )  # fmt: skip
             if progress:
                 progress(last, total)
@@ -128,6 +137,7 @@ class Run:
         asking.begin(self.name, j, now_s)
         chosen = router.policy.choose(request, router.view, router.rng)
         i = knowledge.healthy[view.check_choice(chosen, len(knowledge.healthy), self.name)]
+        asking.dispatched(r, i, request)
         if asking.asked:
             self.predicted_e2e[r] = asking.asked.get(i, np.nan)
         tokens = request.prompt_tokens + request.predicted_tokens

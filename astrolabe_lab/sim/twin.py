@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from astrolabe_lab.foresight import LEARNED, note_dispatch, open_prediction, settle
+from astrolabe_lab.forward import ANSWER, PENDING, predict, value_of
+from astrolabe_lab.objective import TTFT, Objective, objective
 from astrolabe_lab.policies import Astrolabe, LeastLoaded, LlumnixMinus, Random, RoundRobin, draw, scores
-from astrolabe_lab.predictor import ADDED_DELAY, METRICS, PENDING, TPOT, TTFT, predict
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.signals import SIGNALS, read_counts
@@ -18,6 +20,7 @@ from astrolabe_lab.sim.status import write_status
 
 KINDS = (Random, RoundRobin, LeastLoaded, LlumnixMinus, Astrolabe)
 RANDOM, ROUND_ROBIN, LEAST_LOADED, LLUMNIX_MINUS_A, LLUMNIX_MINUS_B, ASTROLABE = range(6)
+UNASKED = Objective(0, 0.0)
 
 _sample_k = compiled(draw.sample_k)
 _argmin = compiled(draw.argmin_loop)
@@ -27,18 +30,18 @@ _llumnix_minus_a = compiled(scores.llumnix_minus_a)
 _llumnix_minus_b = compiled(scores.llumnix_minus_b)
 
 
-def twin_of(policy) -> tuple[int, int, int, int] | None:
-    """(kind, k, metric, counter or defrag) of the policy's compiled twin, or None where it has none."""
+def twin_of(policy) -> tuple[int, int, Objective, int] | None:
+    """(kind, k, objective, counter or defrag) of the policy's compiled twin, or None where it has none."""
     kind = type(policy)
     if kind not in KINDS:
         return None
     if kind is Astrolabe:
-        return None if callable(policy.metric) else (ASTROLABE, policy.k, METRICS.index(policy.metric), 0)
+        return None if callable(policy.metric) else (ASTROLABE, policy.k, objective(policy.metric), 0)
     if kind is LlumnixMinus:
-        return (LLUMNIX_MINUS_A if policy.variant == "a" else LLUMNIX_MINUS_B), 0, 0, int(policy.defrag)
+        return (LLUMNIX_MINUS_A if policy.variant == "a" else LLUMNIX_MINUS_B), 0, UNASKED, int(policy.defrag)
     if kind is RoundRobin:
-        return ROUND_ROBIN, 0, 0, policy.count
-    return KINDS.index(kind), 0, 0, 0
+        return ROUND_ROBIN, 0, UNASKED, policy.count
+    return KINDS.index(kind), 0, UNASKED, 0
 
 
 @compiled
@@ -49,29 +52,33 @@ def noisy(value, common, candidate):
 @compiled
 def ask(engines, requests, running, batch, i, t, r, metric, ask_with, pending, out):
     """Predict request r at instance i, ready at t; out as ``predictor.predict``'s. False: it does not fit."""
-    scratch, templates, header, rows, extension = ask_with
+    scratch, templates, header, rows, foresight, _, extension = ask_with
     write_status(engines, requests, running, batch, i, t, header, rows)
     pending[0].ready_s = t
     pending[0].prompt = requests[r].prompt
     pending[0].predicted = requests[r].predicted
-    return predict(scratch, templates[i : i + 1], header, rows, pending, metric, extension, out)
+    return predict(scratch, templates[i : i + 1], header, rows, pending, foresight, metric, extension, out)
 
 
 @compiled
 def run(
-    state, arrived, first, last, kind, k, metric, extra, rng, noise_rng, common, candidate, ask_with, leaps,
+    state, arrived, first, last, kind, k, asked_for, extra, rng, noise_rng, common, candidate, ask_with, leaps,
     predicted_e2e,
 ):  # fmt: skip
     """Dispatch requests first..last-1 in order of arrival; returns the round-robin counter. ``ask_with``: scratch
-    state, templates, status header and rows, extension rule."""
+    state, templates, status header and rows, foresight and what it still waits to learn, extension rule."""
+    metric, weight = asked_for
+    foresight, opened = ask_with[4], ask_with[5]
+    f = foresight[0]
     engines, requests, running, batch, done, log, grids, pool, lists = state
     n = engines.size
     signals = np.zeros(n, SIGNALS)
     pending = np.zeros(1, PENDING)
-    out = np.zeros(5)
+    out = np.zeros(ANSWER)
     asked = k if k > 0 else n
     values = np.empty(asked)
     e2e = np.empty(asked)
+    bases = np.empty((asked, ANSWER - 5))
     for r in range(first, last):
         t = arrived[r]
         chosen = 0
@@ -79,6 +86,9 @@ def run(
             drawn = _sample_k(n, asked, rng)
             shared = common * noise_rng.standard_normal() if common > 0.0 else 0.0
             found = False
+            if f.kind & LEARNED != 0:
+                kernel.advance_all(engines, requests, running, batch, done, log, grids, pool, lists, t, leaps)
+                settle(f, opened, requests)
             for j in range(asked):
                 i = drawn[j]
                 kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, i, t, NONE, leaps)
@@ -87,14 +97,8 @@ def run(
                 values[j] = np.inf
                 e2e[j] = np.nan
                 if fits:
-                    value = out[1]
-                    if metric == TTFT:
-                        value = out[0]
-                    elif metric == TPOT:
-                        value = out[2]
-                    elif metric == ADDED_DELAY:
-                        value = out[4]
-                    values[j] = noisy(value, shared, own)
+                    values[j] = noisy(value_of(out, metric, weight), shared, own)
+                    bases[j] = out[5:]
                     if metric != TTFT:
                         e2e[j] = noisy(out[1], shared, own)
                     found = True
@@ -102,8 +106,12 @@ def run(
                 j = _argmin(values, rng)
                 chosen = drawn[j]
                 predicted_e2e[r] = e2e[j]
+                if f.kind & LEARNED != 0 and metric != TTFT:
+                    open_prediction(f, opened, r, bases[j])
             else:
                 chosen = _uniform(n, rng)
+            if f.kind != 0:
+                note_dispatch(f, t, requests[r].prompt, requests[r].predicted)
         elif kind == RANDOM:
             chosen = _uniform(n, rng)
         elif kind == ROUND_ROBIN:
