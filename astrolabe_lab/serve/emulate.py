@@ -25,6 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from astrolabe_lab.serve.emulation import Disturbance, Emulation
+from astrolabe_lab.serve.pace import PaceWriter
 
 WORDS = 200  # distinct tokens that emulated answers are made of
 
@@ -176,6 +177,7 @@ class Device(threading.Thread):
         self._random = random.Random(emulation.seed)
         self._steps: queue.SimpleQueue = queue.SimpleQueue()
         self._free_at = 0.0
+        self._pace = PaceWriter(emulation.pace or None)
 
     def submit(self, output: ModelRunnerOutput, seconds: float) -> Future:
         future: Future = Future()
@@ -199,6 +201,7 @@ class Device(threading.Thread):
             self._free_at = max(submitted, self._free_at) + seconds * self._scale
             if (left := self._free_at - time.monotonic()) > 0:
                 time.sleep(left)
+            self._pace.step(seconds * self._scale, time.monotonic() - self._free_at)
             future.set_result(output)
 
 

@@ -17,12 +17,14 @@ KEY = "astrolabe"  # in vLLM's additional_config
 @dataclass(frozen=True, slots=True)
 class Emulation:
     """``cost``: the step cost; ``time_scale``: wall seconds per modelled second; ``control``: path of a file that
-    disturbs a running engine (``disturb``); ``seed``: of the jitter."""
+    disturbs a running engine (``disturb``); ``pace``: path of the file that tells whether the host keeps up
+    (``pace.read_pace``); ``seed``: of the jitter."""
 
     cost: StepCost
     time_scale: float = 1.0
     async_scheduling: bool = False
     control: str = ""
+    pace: str = ""
     seed: int = 0
 
     def __post_init__(self):

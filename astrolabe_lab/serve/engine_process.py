@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -32,7 +33,7 @@ class EngineError(RuntimeError):
 @dataclass
 class Engine:
     """A vLLM engine of ours. ``url``: its OpenAI-compatible server; ``status``: the file of its published status;
-    ``control``: the file that disturbs it (emulated engines)."""
+    ``control``, ``pace``: the files that disturb it and that tell whether the host keeps up (emulated engines)."""
 
     index: int
     role: str
@@ -53,6 +54,10 @@ class Engine:
     @property
     def control(self) -> Path:
         return self.folder / "control.json"
+
+    @property
+    def pace(self) -> Path:
+        return self.folder / "pace"
 
     @property
     def log(self) -> Path:
@@ -113,19 +118,21 @@ class Engine:
             self.guard.wait()
 
     def tail(self, lines: int = 25) -> str:
+        """The end of its log; before it the lines that name an error, which vLLM's own ending hides."""
         try:
-            return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+            said = self.log.read_text(errors="replace").splitlines()
         except OSError:
             return "(no log)"
+        causes = [line for line in said[:-lines] if re.search(r"\b\w*(Error|Exception): ", line)]
+        return "\n".join([*dict.fromkeys(causes[-5:]), *said[-lines:]])
 
 
 def emulated(index: int, folder: Path, model: Path, config: EngineConfig, emulation: Emulation, name: str) -> Engine:
     """The engine that sleeps the modelled step; ``emulation.control`` is set to the engine's own."""
-    engine = Engine(index, "decode", folder, [], {})
+    engine = Engine(index, "engine", folder, [], {})
     scheduler = "AsyncStatusScheduler" if emulation.async_scheduling else "StatusScheduler"
     additional = emulation.additional_config(status=str(engine.status))
-    additional[KEY]["control"] = str(engine.control)
-    engine.role = "engine"
+    additional[KEY] |= {"control": str(engine.control), "pace": str(engine.pace)}
     engine.command = [
         *_server(model, name),
         *engine_flags(config),

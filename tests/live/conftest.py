@@ -1,0 +1,14 @@
+"""Engines that the live tests share: starting them is what a live test costs."""
+
+import pytest
+
+from astrolabe_lab.serve.launch import launch
+
+TIME_SCALE = 3.0
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory):
+    """Four emulated engines of Llama-2-7B on an A30, three times slower than life."""
+    with launch(4, folder=tmp_path_factory.mktemp("cluster") / "c", time_scale=TIME_SCALE, timeout_s=600) as running:
+        yield running
