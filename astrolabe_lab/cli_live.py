@@ -103,6 +103,7 @@ def route(args):
 def _router(args):
     from astrolabe_lab import policies
     from astrolabe_lab.cost import preset as preset_of
+    from astrolabe_lab.foresight import Foresight
     from astrolabe_lab.predictor import Predictor
     from astrolabe_lab.serve.cluster_file import read_cluster
     from astrolabe_lab.serve.instance import Instance
@@ -126,8 +127,10 @@ def _router(args):
         places = [(url.strip().rstrip("/"), None) for url in args.engines.split(",") if url.strip()]
         if bad := [url for url, _ in places if not url.startswith(("http://", "https://"))]:
             raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
+    kind = getattr(policy, "foresight", "none")
+    foresight = Foresight(kind, len(places)) if kind != "none" else None
     instances = [
-        Instance(i, url, config, Predictor(config, cost) if cost else None, status)
+        Instance(i, url, config, Predictor(config, cost, foresight=foresight) if cost else None, status)
         for i, (url, status) in enumerate(places)
     ]
     return Router(
@@ -141,6 +144,7 @@ def _router(args):
         journal=Journal(args.journal) if args.journal else None,
         seed=args.seed,
         name_requests=bool(args.cluster),
+        foresight=foresight,
     )
 
 

@@ -13,8 +13,8 @@ from astrolabe_lab.sim.view import Predictions
 class LiveView:
     """The available instances, their statuses as read now, and what their Predictors answer.
 
-    ``predicted``: by instance, the E2E in s that a Predictor answered in this decision; ``late``: how many did not
-    answer before the deadline (``ask`` gives None).
+    ``predictions``: by instance, what a Predictor answered in this decision; ``late``: how many did not answer before
+    the deadline (``ask`` gives None).
     """
 
     def __init__(self, instances: list[Instance], now_s: float, ask=None):
@@ -25,7 +25,7 @@ class LiveView:
         self.signals = np.zeros(len(instances), SIGNALS)
         self.statuses = []
         self.sources = []
-        self.predicted: dict[int, float] = {}
+        self.predictions: dict[int, Prediction] = {}
         self.late = 0
         for row, instance in zip(self.signals, instances, strict=True):
             status, source = instance.status(now_s)
@@ -44,6 +44,11 @@ class LiveView:
     def __iter__(self):
         return (self[i] for i in range(len(self)))
 
+    @property
+    def predicted_e2e_s(self) -> dict[int, float]:
+        """By instance, where its Predictor was asked for it."""
+        return {i: found.e2e_s for i, found in self.predictions.items() if found.e2e_s is not None}
+
     def predict(self, request, metric, instances) -> np.ndarray:
         """As ``sim.view.ClusterView.predict``: inf where it does not fit, came too late or failed."""
         if not callable(metric):
@@ -53,8 +58,8 @@ class LiveView:
         for i, answer in zip(instances, answers, strict=True):
             if answer is None:
                 self.late += 1
-            elif answer.fits and answer.e2e_s is not None:
-                self.predicted[self.instances[i]] = answer.e2e_s
+            elif answer.fits:
+                self.predictions[self.instances[i]] = answer
         if callable(metric):
             columns = [
                 np.array([getattr(a, name) if a is not None and a.fits else np.inf for a in answers])

@@ -13,7 +13,7 @@ from astrolabe_lab.request import Request
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.sidecar import MOST_DISPATCHED, VERSION
 
-NAMES = tuple(f.name for f in fields(Prediction))
+NAMES = tuple(f.name for f in fields(Prediction) if f.name != "basis")
 
 
 class RemotePredictors:

@@ -14,6 +14,7 @@ import aiohttp
 from aiohttp import web
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.foresight import Foresight
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream as random_stream
 from astrolabe_lab.serve.counters import Counters
@@ -78,6 +79,7 @@ class Router:
     seed: int = 0
     name_requests: bool = True  # tell the engines rid and predicted length in vllm_xargs
     ask: RemotePredictors | None = None  # None: the instances' own Predictors, in this process
+    foresight: Foresight | None = None  # the one that the Predictors in this process were given
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self):
@@ -221,6 +223,8 @@ class Router:
         """Send it to the chosen instance and its answer to the client. None: nothing came back yet, try another."""
         instance = decision.instance
         entry = instance.ledger.open(request.rid, request.prompt_tokens, request.predicted_tokens, self.now_s())
+        if self.foresight is not None:
+            self.foresight.observe_dispatch(entry.sent_s, request.prompt_tokens, request.predicted_tokens)
         watcher = Watcher(asked.stream)
         row = {"instance": instance.index, "dispatched_s": entry.sent_s}
         answer = None
@@ -273,6 +277,11 @@ class Router:
             self.count_tokens.learn(asked, request.prompt_tokens, watcher.prompt_tokens)
         status = "ok" if ok else "rejected" if answer.status < 500 and answer.status >= 400 else "failed"
         self._record_outcome(request, row, watcher, entry, status, "" if ok else f"HTTP {answer.status}")
+        if ok and self.foresight is not None and entry.first_token_s is not None:
+            found = decision.view.predictions.get(instance.index)
+            if found is not None and found.basis:
+                e2e_s = self.now_s() - request.arrived_s
+                self.foresight.observe_outcome(found, entry.first_token_s - request.arrived_s, e2e_s)
         return answer
 
     async def _send(self, http, asked: Asked, request: Request, instance: Instance) -> aiohttp.ClientResponse:
@@ -294,7 +303,7 @@ class Router:
         headers["X-Request-Id"] = str(request.rid)
         headers["X-Astrolabe-Instance"] = str(decision.instance.index)
         headers["X-Astrolabe-Decision-Ms"] = f"{decision.seconds * 1e3:.3f}"
-        predicted = decision.view.predicted.get(decision.instance.index)
+        predicted = decision.view.predicted_e2e_s.get(decision.instance.index)
         if predicted is not None:
             headers["X-Astrolabe-Predicted-E2E-S"] = f"{predicted:.6f}"
         headers["X-Astrolabe-Predicted-Tokens"] = str(request.predicted_tokens)
@@ -335,7 +344,7 @@ class Router:
                 "policy": self.policy_name,
                 "signals": [dict(zip(view.signals.dtype.names, record.item(), strict=True)) for record in view.signals],
                 "status_from": view.sources,
-                "predicted_e2e_s": {str(i): seconds for i, seconds in view.predicted.items()},
+                "predicted_e2e_s": {str(i): seconds for i, seconds in view.predicted_e2e_s.items()},
                 "late": view.late,
                 "instance": decision.instance.index,
                 "decision_s": decision.seconds,

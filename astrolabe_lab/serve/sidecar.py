@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.predictor import METRICS
+from astrolabe_lab.objective import objective
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve.instance import Instance
 
@@ -78,8 +78,8 @@ def application(instance: Instance, time_scale: float = 1.0) -> FastAPI:
     async def predict(question: Question):
         if question.version != VERSION:
             raise InputError(f"version {question.version} where {VERSION} is understood")
-        if question.metric is not None and question.metric not in METRICS:
-            raise InputError(f"metric={question.metric!r} is not one of {', '.join(METRICS)}")
+        if question.metric is not None:
+            objective(question.metric)
         async with one_at_a_time:
             started = time.perf_counter()
             at_s = now_s()
@@ -97,7 +97,8 @@ def application(instance: Instance, time_scale: float = 1.0) -> FastAPI:
             answer = instance.predictor.predict(status, request, question.metric, now_s=at_s, dispatched=dispatched)
             seconds.observe(time.perf_counter() - started)
         asked.labels("fits" if answer.fits else "does_not_fit").inc()
-        return {**asdict(answer), "status_age_s": max(0.0, at_s - status.taken_s)}
+        found = {name: value for name, value in asdict(answer).items() if name != "basis"}
+        return {**found, "status_age_s": max(0.0, at_s - status.taken_s)}
 
     @app.get("/status")
     async def status():
