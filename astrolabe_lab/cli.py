@@ -102,14 +102,14 @@ def _parse(argv):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; building it imports nothing heavy."""
-    from astrolabe_lab import cli_live, cli_simulate, cli_sweep, cli_tag
+    from astrolabe_lab import cli_feedback, cli_live, cli_simulate, cli_sweep, cli_tag
 
     parser = Parser(prog="astrolabe", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"astrolabe-lab {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
 
-    def add(name, command, summary, example, description=""):
-        sub = commands.add_parser(
+    def add(name, command, summary, example, description="", to=commands):
+        sub = to.add_parser(
             name,
             help=summary,
             description=f"{summary[0].upper()}{summary[1:]}. {description}".strip(),
@@ -150,6 +150,12 @@ def build_parser() -> argparse.ArgumentParser:
             cli_simulate.DETAILS,
         )
     )
+
+    length = commands.add_parser("length", help="make, judge and mend models of how long answers will be")
+    lengths = length.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, (summary, example, details) in cli_feedback.COMMANDS.items():
+        sub = add(name, getattr(cli_feedback, name), summary, example, details, to=lengths)
+        cli_feedback.add_arguments(name, sub)
 
     cli_tag.add_arguments(add("tag", cli_tag.tag, cli_tag.SUMMARY, cli_tag.EXAMPLE, cli_tag.DETAILS))
     cli_sweep.add_arguments(

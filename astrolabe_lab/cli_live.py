@@ -59,10 +59,16 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="", metavar="key=value,...", help="engine flags, where not the preset's")
     parser.add_argument("--model", default="emulated", metavar="NAME,...", help="model names to answer to")
     parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer to count prompts with (default: learned ratio)")
-    parser.add_argument("--lengths", default="constant:256", metavar="SPEC", help="constant:N or tagger:DIR")
+    parser.add_argument(
+        "--lengths",
+        default="constant:256",
+        metavar="SPEC",
+        help="constant:N, or tagger:DIR or tagger:URL with ,constant=N,deadline_ms=X (default: constant:256)",
+    )
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, metavar="P", help="to listen on (default: a free one)")
     parser.add_argument("--journal", metavar="FILE", help="append every decision and outcome to this file")
+    parser.add_argument("--journal-prompts", action="store_true", help="with their prompts, to train a length model on")
     parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="of the engines (with --engines)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the policy's draws")
 
@@ -142,6 +148,7 @@ def _router(args):
         lengths_of(args.lengths),
         time_scale=time_scale,
         journal=Journal(args.journal) if args.journal else None,
+        keep_prompts=args.journal_prompts,
         seed=args.seed,
         name_requests=bool(args.cluster),
         foresight=foresight,

@@ -335,13 +335,21 @@ def test_no_answer_whatsoever_raises(raw):
 
 
 @pytest.mark.parametrize(
-    "status, reason", [(500, "refused"), (404, "refused"), (503, "overloaded"), (429, "overloaded")]
+    "status, reason", [(500, "failed"), (302, "failed"), (404, "refused"), (503, "overloaded"), (429, "overloaded")]
 )
-def test_a_refusal_is_told_from_overload(status, reason):
+def test_a_refusal_is_told_from_overload_and_failure(status, reason):
     async def answer(request):
         return web.json_response({"error": {}}, status=status)
 
     assert tags_from(answer) == ([Tag(256, "constant", reason)], {reason: 1})
+
+
+def test_requests_that_the_service_refuses_do_not_open_the_breaker():
+    async def answer(request):
+        return web.json_response({"error": {"code": "unknown_model"}}, status=400)
+
+    tags, counts = tags_from(answer, n=20, breaker=Breaker(failures=2))
+    assert counts == {"refused": 20}
 
 
 def test_an_endless_answer_is_cut_off():

@@ -5,18 +5,18 @@ A journal is JSON lines (``serve.journal``); of a request these entries are read
 ``{"event": "decision", "rid", "arrived_s", "prompt_tokens", "predicted_tokens", "predicted_tokens_from"}``, with
 ``prompt`` and ``model`` where the router keeps them, and its end, ``{"event": "outcome", "rid", "time_s", "status",
 "output_tokens", "finish_reason"}``. A decision may be repeated (a retry), an outcome may be missing (in flight, or
-lost in a crash), and numbers of requests start again with every start of a router; a torn last line is left out.
+lost in a crash), and numbers and times may start again with a router; a torn last line is left out.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.length.prompts import valid
 from astrolabe_lab.length.tagging import as_tokens
 from astrolabe_lab.serve import journal
 
@@ -38,7 +38,7 @@ def read_observed(paths: str | Path | Iterable[str | Path], patience_s: float = 
 
     Short answers end first, so of the latest requests only the short ones have ended. Rows that arrived after one
     that is still in flight are therefore left out. A request without an end is in flight until the journal goes on
-    for ``patience_s`` after it, or its router has started anew; then it is lost.
+    for ``patience_s`` after it, or its clock has started anew; then it is lost.
 
     ``attrs`` count what is not in the rows: ``in_flight`` (with those that wait for one), ``lost``, ``unanswered``
     (no token came), ``unpredicted``. Raises InputError for a file that is no journal.
@@ -70,9 +70,11 @@ def write_journal(frame: pd.DataFrame, path: str | Path) -> Path:
         told = {name: row[name] for name in ("prompt_tokens", "predicted_tokens", "prompt", "model") if name in row}
         came = {"rid": row["rid"], "arrived_s": row["arrived_s"]}
         entries.append((row["arrived_s"], {"event": "decision"} | came | {"predicted_tokens_from": "simulated"} | told))
-        if row["status"] != "rejected" and row["finished_s"] == row["finished_s"]:
+        rejected = row["status"] == "rejected"
+        if rejected or row["finished_s"] == row["finished_s"]:  # not NaN: it has ended
+            time_s = row["arrived_s"] if rejected else row["finished_s"]
             ended = {"status": row["status"], "output_tokens": row["generated_tokens"], "finish_reason": "stop"}
-            entries.append((row["finished_s"], {"event": "outcome", "time_s": row["finished_s"]} | came | ended))
+            entries.append((time_s, {"event": "outcome", "time_s": time_s} | came | ended))
     entries.sort(key=lambda entry: entry[0])
     lines = (json.dumps({"version": journal.VERSION} | entry) for _, entry in entries)
     write_whole(Path(path), "".join(line + "\n" for line in lines))
@@ -83,7 +85,7 @@ def _joined(path: str | Path) -> tuple[list[list], float]:
     """([decision, outcome or None] in the order of arrival, the journal's last time in s)."""
     joined: list[list] = []
     unfinished: dict[object, list] = {}
-    last_s = -math.inf
+    last_s = 0.0
     for entry in journal.read(path):
         rid, event = entry.get("rid"), entry.get("event")
         last_s = _seconds(entry.get("time_s", entry.get("arrived_s")))
@@ -101,14 +103,12 @@ def _joined(path: str | Path) -> tuple[list[list], float]:
 
 def _settled(joined: list[list], last_s: float, patience_s: float, counts: dict[str, int]) -> Iterable[dict]:
     """The rows before the first that is in flight; ``counts`` takes in what is left out."""
-    stop, later = len(joined), math.inf  # the lowest number given after: numbers only fall where a router starts anew
-    for at in range(len(joined) - 1, -1, -1):
-        decision, outcome = joined[at]
-        rid = decision.get("rid")
-        rid = rid if isinstance(rid, int) else -1
-        if outcome is None and rid < later and not last_s - _arrived_s(decision) > patience_s:
-            stop = at
-        later = min(later, rid)
+
+    def in_flight(decision) -> bool:
+        return 0 <= last_s - _arrived_s(decision) <= patience_s
+
+    waits = (at for at, (decision, outcome) in enumerate(joined) if outcome is None and in_flight(decision))
+    stop = next(waits, len(joined))
     counts["in_flight"] += len(joined) - stop
     for decision, outcome in joined[:stop]:
         if outcome is None:
@@ -134,8 +134,8 @@ def _row(decision: Mapping, outcome: Mapping) -> dict:
         "predicted_from": decision.get("predicted_tokens_from"),
         "output_tokens": as_tokens(outcome.get("output_tokens")),
         "censored": outcome.get("finish_reason") == "length" or outcome.get("status") != "ok",
-        "model": model if isinstance(model, str) else None,
-        "prompt": prompt if isinstance(prompt, str) else None,
+        "model": valid(model) if isinstance(model, str) else None,
+        "prompt": valid(prompt) if isinstance(prompt, str) else None,
     }
 
 

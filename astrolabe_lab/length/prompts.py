@@ -15,8 +15,13 @@ def clean(prompt: str, max_chars: int = MAX_CHARS) -> str:
     if len(prompt) > max_chars:
         tail = max_chars // 2
         prompt = prompt[: max_chars - tail] + prompt[len(prompt) - tail :]
+    return valid(prompt)
+
+
+def valid(text: str) -> str:
+    """``text`` with U+FFFD for halves of a surrogate pair that stand alone; two that belong together become one."""
     try:
-        prompt.encode("utf-8")
-        return prompt
-    except UnicodeEncodeError:  # two halves that belong together become the character they stand for
-        return prompt.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        text.encode("utf-8")
+        return text
+    except UnicodeEncodeError:
+        return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")

@@ -62,7 +62,10 @@ class RemoteTagger:
             except BaseException:
                 self.breaker.gave_up()
                 raise
-            self.breaker.succeeded() if tag else self.breaker.failed()
+            if reason == "refused":
+                self.breaker.gave_up()  # that is of the request, not of the service
+            else:
+                self.breaker.succeeded() if tag else self.breaker.failed()
         tag = tag or Tag(self.fallback, "constant", reason)
         self._counts[tag.reason or "model"] += 1
         return tag
@@ -82,7 +85,7 @@ class RemoteTagger:
                 data, headers = json.dumps(body).encode("ascii"), {"Content-Type": "application/json"}
                 async with self._session.post(self.url, data=data, headers=headers) as response:
                     if response.status != 200:
-                        return None, "overloaded" if response.status in (429, 503) else "refused"
+                        return None, _refusal(response.status)
                     raw = await response.content.read(MAX_ANSWER_BYTES + 1)
                     while len(raw) <= MAX_ANSWER_BYTES and (more := await response.content.read(MAX_ANSWER_BYTES)):
                         raw += more
@@ -116,3 +119,9 @@ class RemoteTagger:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def _refusal(status: int) -> str:
+    if status in (429, 503):
+        return "overloaded"
+    return "refused" if 400 <= status < 500 else "failed"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections import Counter
-from concurrent.futures import CancelledError, TimeoutError
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 
 from astrolabe_lab.errors import InputError
@@ -90,39 +91,59 @@ class Tagger:
         Never raises for a slow or broken length model, only InputError for a prompt that is no text, or a serving
         model that the length model does not know.
         """
+        answer = self._submit(prompt, model)
+        if isinstance(answer, Tag):
+            return answer
+        try:
+            return self._told(model_tag(*answer.result(self.deadline_s)), "absurd")
+        except ModelError:
+            return self._told(None, "failed")
+        except (TimeoutError, CancelledError):
+            answer.cancel()
+            return self._told(None, "late")
+
+    async def tag_async(self, prompt: str, model: str | None = None) -> Tag:
+        """As ``tag``, for an event loop: it waits without blocking it. Raises CancelledError when cancelled."""
+        answer = self._submit(prompt, model)
+        if isinstance(answer, Tag):
+            return answer
+        try:
+            quantiles = await asyncio.wait_for(asyncio.wrap_future(answer), self.deadline_s)
+            return self._told(model_tag(*quantiles), "absurd")
+        except ModelError:
+            return self._told(None, "failed")
+        except TimeoutError:
+            return self._told(None, "late")
+        except asyncio.CancelledError:
+            self.breaker.gave_up()
+            raise
+
+    def _submit(self, prompt: str, model: str | None) -> Future | Tag:
+        """The future of the model's quantiles, or the tag that stands already."""
         if not isinstance(prompt, str):
             raise InputError(f"prompt is {type(prompt).__name__}, should be text")
-        tag = self._ask(prompt, model)
-        with self._lock:
-            self._counts[tag.reason or "model"] += 1
-        return tag
-
-    def _ask(self, prompt: str, model: str | None) -> Tag:
         if not self.breaker.ask():
-            return self._constant("breaker")
+            return self._counted(Tag(self.fallback, "constant", "breaker"))
         try:
-            answer = self._batcher.submit(prompt, model)
+            return self._batcher.submit(prompt, model)
         except Overloaded:
-            self.breaker.failed()
-            return self._constant("overloaded")
+            return self._told(None, "overloaded")
         except BaseException:
             self.breaker.gave_up()
             raise
-        try:
-            tag, reason = model_tag(*answer.result(self.deadline_s)), "absurd"
-        except ModelError:
-            tag, reason = None, "failed"
-        except (TimeoutError, CancelledError):
-            answer.cancel()
-            tag, reason = None, "late"
+
+    def _told(self, tag: Tag | None, reason: str) -> Tag:
+        """The model's tag, or the constant for this reason; the breaker takes note."""
         if tag is None:
             self.breaker.failed()
-            return self._constant(reason)
+            return self._counted(Tag(self.fallback, "constant", reason))
         self.breaker.succeeded()
-        return tag
+        return self._counted(tag)
 
-    def _constant(self, reason: str) -> Tag:
-        return Tag(self.fallback, "constant", reason)
+    def _counted(self, tag: Tag) -> Tag:
+        with self._lock:
+            self._counts[tag.reason or "model"] += 1
+        return tag
 
     def close(self) -> None:
         """End the model's thread; tags that wait become the constant."""

@@ -19,6 +19,7 @@ class Counters:
     throttled: int = 0
     upstream_errors: int = 0
     outcomes: Counter = field(default_factory=Counter)
+    lengths: Counter = field(default_factory=Counter)  # where predicted lengths came from
     buckets: list[int] = field(default_factory=lambda: [0] * len(DECISION_BUCKETS_S))
 
     def decided(self, seconds: float, late: int) -> None:
@@ -42,6 +43,10 @@ class Counters:
             for status, count in self.outcomes.items():
                 outcomes.add_metric([status], count)
             yield outcomes
+            lengths = CounterMetricFamily("astrolabe_lengths", "Predicted lengths by origin", labels=["origin"])
+            for origin, count in self.lengths.items():
+                lengths.add_metric([origin], count)
+            yield lengths
             for name, value, text in (
                 ("retries", self.retries, "Dispatches that were tried again elsewhere"),
                 ("throttled", self.throttled, "Requests answered 429"),

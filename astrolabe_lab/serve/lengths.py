@@ -2,27 +2,102 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.length.remote import RemoteTagger
+from astrolabe_lab.length.tagging import Tag, Tagger
 from astrolabe_lab.serve.openai_api import Asked
 
+SPECS = "constant:N, or tagger:DIR or tagger:URL with ,constant=N and ,deadline_ms=X"
+DEADLINE_MS = 50.0
 
-def lengths_of(spec: str):
-    """``async (Asked) -> (predicted_tokens, source)`` for ``constant:N``.
 
-    What the client says (``x-predicted-tokens``) goes first, as it stands; another prediction is at most the request's
-    ``max_tokens``.
-    Raises InputError for another spec.
+@dataclass
+class Lengths:
+    """``await lengths(asked)`` is (predicted_tokens, where it came from).
+
+    What the client says (``x-predicted-tokens``) goes first, then ``tag(prompt, model)``, without one ``constant``; no
+    prediction is longer than the request's ``max_tokens``. ``end()`` ends what is behind ``tag``.
+    """
+
+    constant: int
+    tag: Callable[[str, str], Awaitable[Tag]] | None = None
+    end: Callable[[], Awaitable[None]] | None = None
+
+    async def __call__(self, asked: Asked) -> tuple[int, str]:
+        predicted, source = self.constant, "constant"
+        if asked.predicted_tokens:
+            predicted, source = asked.predicted_tokens, "client"
+        elif self.tag is not None and asked.prompt_ids is None:
+            tag = await self.tag(asked.text, asked.model)
+            predicted, source = tag.predicted_tokens, f"constant: {tag.reason}" if tag.reason else "tagger"
+        elif self.tag is not None:
+            source = "constant: token ids"  # a length model reads text
+        if asked.max_tokens is not None and 1 <= asked.max_tokens < predicted:
+            predicted = asked.max_tokens
+        return predicted, source
+
+    async def close(self) -> None:
+        """End what is behind it."""
+        if self.end is not None:
+            await self.end()
+
+
+def lengths_of(spec: str) -> Lengths:
+    """The Lengths that ``constant:N`` or ``tagger:WHERE[,constant=N][,deadline_ms=X]`` describes.
+
+    WHERE is the folder of a length model, to run in this process, or the URL of ``astrolabe tag``. The constant
+    stands in for an answer that is late, missing or wrong: the median the model was trained on, or 256 for a URL,
+    unless said otherwise. Raises InputError for another spec, or a folder without a sound model.
     """
     kind, _, value = spec.partition(":")
-    if kind != "constant" or not (value.isascii() and value.isdigit() and 1 <= int(value[:12]) < 2**31):
-        raise InputError(f"lengths {spec!r}: a router takes constant:N, for example constant:256")
-    constant = int(value)
+    where, *options = value.split(",")
+    if kind == "constant" and not options:
+        return Lengths(_whole(spec, where))
+    if kind != "tagger" or not where:
+        raise InputError(f"lengths {spec!r} is unknown to a router: it takes {SPECS}")
+    told = dict.fromkeys(("constant", "deadline_ms"))
+    for option in options:
+        name, _, text = option.partition("=")
+        if name not in told:
+            raise InputError(f"lengths {spec!r}: {option!r} is unknown; a tagger takes constant=N and deadline_ms=X")
+        told[name] = text
+    constant = None if told["constant"] is None else _whole(spec, told["constant"])
+    try:
+        deadline_s = float(told["deadline_ms"] or DEADLINE_MS) / 1e3
+    except ValueError:
+        raise InputError(f"lengths {spec!r}: deadline_ms should be a number of milliseconds") from None
+    if where.startswith(("http://", "https://")):
+        remote = RemoteTagger(where, deadline_s, constant or 256)
+        return Lengths(remote.fallback, remote.tag, remote.close)
+    return _in_process(where, deadline_s, constant)
 
-    async def predict(asked: Asked) -> tuple[int, str]:
-        if asked.predicted_tokens is not None:
-            return asked.predicted_tokens, "client"
-        if asked.max_tokens is not None and 1 <= asked.max_tokens < constant:
-            return asked.max_tokens, "max_tokens"
-        return constant, "constant"
 
-    return predict
+def _in_process(directory: str, deadline_s: float, constant: int | None) -> Lengths:
+    import asyncio
+
+    from astrolabe_lab import length
+
+    estimator = length.load(directory)
+    if constant is None:
+        constant = max(1, round(estimator.median_tokens_))
+    tagger = Tagger(estimator, deadline_s, constant)
+    knows = set(estimator.models_)
+
+    async def tag(prompt: str, model: str) -> Tag:
+        if knows and model not in knows:
+            return Tag(constant, "constant", "refused")
+        return await tagger.tag_async(prompt, model)
+
+    async def end() -> None:
+        await asyncio.to_thread(tagger.close)
+
+    return Lengths(constant, tag, end)
+
+
+def _whole(spec: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and 1 <= int(text[:12]) < 2**31):
+        raise InputError(f"lengths {spec!r}: a constant is a whole number of tokens >= 1, for example constant:256")
+    return int(text)

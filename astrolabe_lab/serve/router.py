@@ -77,6 +77,7 @@ class Router:
     journal: Journal | None = None
     api_key: str | None = None
     seed: int = 0
+    keep_prompts: bool = False  # in the journal, so that a length model can be trained anew from it
     name_requests: bool = True  # tell the engines rid and predicted length in vllm_xargs
     ask: RemotePredictors | None = None  # None: the instances' own Predictors, in this process
     foresight: Foresight | None = None  # the one that the Predictors in this process were given
@@ -130,6 +131,8 @@ class Router:
         await self._session.close()
         if self.ask is not None:
             await self.ask.close()
+        if hasattr(self.lengths, "close"):
+            await self.lengths.close()
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
 
@@ -163,11 +166,12 @@ class Router:
         (prompt_tokens, counted), (predicted, tagged) = await asyncio.gather(
             self.count_tokens(asked), self.lengths(asked)
         )
+        self.counters.lengths[tagged] += 1
         request = Request(rid, arrived_s, max(prompt_tokens, 1), predicted, asked.slo)
         tried: set[int] = set()
         for attempt in range(self.limits.tries):
             decision = await self._choose(request, tried)
-            self._record_decision(request, decision, attempt, counted, tagged)
+            self._record_decision(asked, request, decision, attempt, counted, tagged)
             outcome = await self._dispatch(http, asked, request, decision)
             if outcome is not None:
                 return outcome
@@ -324,7 +328,9 @@ class Router:
 
     # records
 
-    def _record_decision(self, request: Request, decision: Decision, attempt: int, counted: str, tagged: str) -> None:
+    def _record_decision(
+        self, asked: Asked, request: Request, decision: Decision, attempt: int, counted: str, tagged: str
+    ) -> None:
         self.counters.decided(decision.seconds, decision.view.late)
         if self.journal is None:
             return
@@ -336,6 +342,8 @@ class Router:
                 "time_s": view.now_s,
                 "arrived_s": request.arrived_s,
                 "attempt": attempt,
+                "model": asked.model,
+                **({"prompt": asked.text} if self.keep_prompts else {}),
                 "prompt_tokens": request.prompt_tokens,
                 "prompt_tokens_from": counted,
                 "predicted_tokens": request.predicted_tokens,
