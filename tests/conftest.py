@@ -41,6 +41,10 @@ NEEDS = {
         "vLLM is not installed: make vllm",
     ),
     "browser": (lambda: find_chromium() is not None, "no chromium on PATH: apt-get install chromium"),
+    "ray": (
+        lambda: importlib.util.find_spec("ray") is not None,
+        "Ray is not installed: pip install -c constraints.txt -e '.[ray]'",
+    ),
     "gpu": (_has_gpu, "nvidia-smi lists no GPU"),
     "shared": (lambda: find_shared() is not None, "no ../shared/data, nor ASTROLABE_SHARED"),
 }

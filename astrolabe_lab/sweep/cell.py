@@ -110,7 +110,7 @@ def policy_of(given: Mapping[str, object]) -> object:
 
     if (policy := given.get("policy")) is None:
         raise InputError("policy is missing: say which, e.g. policy: [least_loaded, astrolabe:k=2]")
-    extra = [f"{key.partition('.')[2]}={value}" for key, value in given.items() if key.startswith("policy.")]
+    extra = [f"{key}={value}" for key, value in _members(given, "policy").items()]
     if not isinstance(policy, str):
         if extra:
             raise InputError(f"policy.KEY goes with a policy given as text, not with {policies.spec(policy)}")
@@ -130,14 +130,15 @@ def _requests(given: Mapping[str, object], sources: Sources) -> Requests:
     if count is not None:
         whole("requests", count)
     loading = {name: given[name] for name in ("format", "on_bad", "unsorted") if given.get(name) is not None}
-    source = sources.find(given["trace"], **loading)
-    if source in GENERATORS:
+    loading |= _members(given, "filter")
+    trace, seed = given["trace"], given.get("seed", 0)
+    if isinstance(trace, str) and trace in GENERATORS:
         if count is None:
-            raise InputError(f"requests is missing: say how many requests {source} should draw")
+            raise InputError(f"requests is missing: say how many requests {trace} should draw")
         if loading or sample != "head":
             stray = ", ".join([*loading, *["sample"] * (sample != "head")])
-            raise InputError(f"{stray}: this goes with a trace that there is, and {source} draws its own")
-    return Requests(source, count, sample, str(given.get("lengths", "oracle")), given.get("seed", 0))
+            raise InputError(f"{stray}: this goes with a trace that there is, and {trace} draws its own")
+    return sources.requests(trace, count, sample, str(given.get("lengths", "oracle")), seed, **loading)
 
 
 def _options(given: Mapping[str, object]) -> dict[str, object]:
@@ -147,13 +148,13 @@ def _options(given: Mapping[str, object]) -> dict[str, object]:
     name = given.get("preset", PRESET)
     engine, cost = _engine_and_cost(given, name)
     options: dict[str, object] = {"instances": given.get("instances", 12), "engine": engine, "cost": cost}
-    believed = _coefficients(given, "predictor_cost")
+    believed = _members(given, "predictor_cost")
     if "predictor_cost" in given or believed:
         options["predictor_cost"] = _changed(given.get("predictor_cost", cost), believed, "predictor_cost")
     control = given.get("control", _delays(given.get("delays", "none")))
     delays = {key: _pair(given[key]) for key in keys.CONTROL if key in given}
     options["control"] = replace(control, **delays) if isinstance(control, ControlPlane) else control
-    noise = {key: given[f"latency_noise.{key}"] for key in ("common", "candidate") if f"latency_noise.{key}" in given}
+    noise = _members(given, "latency_noise")
     start = given.get("latency_noise", LatencyNoise())
     options["latency_noise"] = replace(start, **noise) if isinstance(start, LatencyNoise) else start
     if "faults" in given:
@@ -163,11 +164,10 @@ def _options(given: Mapping[str, object]) -> dict[str, object]:
 
 
 def _engine_and_cost(given: Mapping[str, object], name: object) -> tuple[object, object]:
-    from astrolabe_lab.cost import StepCost, preset
+    from astrolabe_lab.cost import preset
     from astrolabe_lab.sim.config import EngineConfig
 
-    flags = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("engine.")}
-    coefficients = _coefficients(given, "cost")
+    flags = _members(given, "engine")
     if isinstance(name, (list, tuple)):  # one an instance
         pairs = [_engine_and_cost({**given, "preset": one}, one) for one in name]
         return [engine for engine, _ in pairs], [cost for _, cost in pairs]
@@ -179,30 +179,27 @@ def _engine_and_cost(given: Mapping[str, object], name: object) -> tuple[object,
         if not isinstance(engine, EngineConfig):
             raise InputError("engine.KEY goes with one engine for all instances")
         engine = EngineConfig.from_dict(flags, base=engine)
-    if cost is None:
-        cost = StepCost.from_dict(coefficients, base=known.cost if known else None)
-    elif coefficients:
-        cost = _changed(cost, coefficients, "cost")
+    if cost is None and known:
+        cost = known.cost
+    cost = _changed(cost, _members(given, "cost"), "cost")
     return engine, cost
 
 
-def _coefficients(given: Mapping[str, object], group: str) -> dict[str, float]:
-    found = {}
-    for key, value in given.items():
-        if key.startswith(f"{group}."):
-            try:
-                found[key.partition(".")[2]] = float(value) if isinstance(value, str) else value
-            except ValueError:
-                raise InputError(f"{key}={value!r} is not a number of seconds, like 0.012") from None
-    return found
+def _members(given: Mapping[str, object], group: str) -> dict[str, object]:
+    return {key.partition(".")[2]: value for key, value in given.items() if key.startswith(f"{group}.")}
 
 
-def _changed(cost: object, coefficients: dict[str, float], group: str) -> object:
+def _changed(cost: object, coefficients: dict[str, object], group: str) -> object:
+    """The step cost (None: all zero) with these coefficients in it."""
     from astrolabe_lab.cost import StepCost
 
-    if coefficients and not isinstance(cost, StepCost):
+    if not coefficients and cost is not None:
+        return cost
+    if not isinstance(cost, (StepCost, type(None))):
         raise InputError(f"{group}.KEY goes with one cost for all instances")
-    return StepCost.from_dict(coefficients, base=cost) if coefficients else cost
+    whole_step = {key: coefficients.pop(key) for key in keys.WHOLE_STEP if key in coefficients}
+    cost = StepCost.from_dict(coefficients, base=cost)
+    return replace(cost, **{key: _pair(value) for key, value in whole_step.items()})
 
 
 def _delays(name: object):

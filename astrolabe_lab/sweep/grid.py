@@ -103,7 +103,7 @@ class Grid:
             if not axis:
                 raise InputError("an axis of the grid is empty: a sweep needs at least one value of each")
             for point in axis:
-                for key in keys.flat(point, name):
+                for key in keys.flat(point, "grid"):
                     if seen.setdefault(key, number) != number:
                         raise InputError(f"{key} is in two axes of the grid (grid, zip or cells): keep it in one")
             if repeated := {_shown(point) for at, point in enumerate(axis) if point in axis[:at]}:

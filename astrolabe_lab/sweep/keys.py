@@ -21,7 +21,7 @@ PLAIN = {
     "unsorted": "times of a trace file that go back: error (the default) or sort",
     "requests": "how many requests: the trace's first so many, or so many drawn",
     "sample": "which requests of a trace each seed gets: head (the default: the first), permute or resample",
-    "lengths": "predicted lengths: oracle (the default), trace, constant:N, noisy:REL",
+    "lengths": "predicted lengths: oracle (the default), trace, constant:N, noisy:REL, tagger:DIR",
     "qps": "requests a second, over all instances; null keeps the trace's own times",
     "arrivals": "poisson (the default), gamma, constant or trace",
     "alpha": "shape of gamma gaps; below 1 is burstier than Poisson",
@@ -43,9 +43,11 @@ GROUPS = {
     "engine": "an engine flag, under vLLM's name or `scheduler`, on top of the preset's",
     "cost": "a coefficient of the step cost, both regimes or decode.KEY, mixed.KEY, on top of the preset's",
     "predictor_cost": "the same, as the Predictors believe it (default: the truth)",
+    "filter": "which rows of a trace file: min_prompt_tokens, max_total_tokens, model, ... (`trace.load`)",
     "latency_noise": "relative error of predicted latencies: common or candidate",
     "policy": "an option of the policy, such as k",
 }
+WHOLE_STEP = ("pad_sizes", "frontend_s")  # of a step cost: the same in both regimes
 CONTROL = ("status_interval_s", "tag_s", "predict_s", "dispatch_s", "routers")
 OBJECTS = ("engine", "cost", "predictor_cost", "control", "latency_noise")  # what Python may give whole
 NOT_KEYS = ("compiled", "leaps", "progress")  # of `simulate`: they change no result
@@ -64,7 +66,7 @@ def others() -> tuple[str, ...]:
 @cache
 def members(group: str) -> tuple[str, ...]:
     """The keys of a group."""
-    from astrolabe_lab import cost, policies
+    from astrolabe_lab import cost, policies, trace
     from astrolabe_lab.sim.config import EngineConfig
     from astrolabe_lab.sim.world import LatencyNoise
 
@@ -75,7 +77,9 @@ def members(group: str) -> tuple[str, ...]:
     if group == "policy":
         options = (field.name for kind in policies.NAMES.values() for field in fields(kind) if field.repr)
         return tuple(dict.fromkeys(options))
-    return (*cost.KEYS, *(f"{regime}.{key}" for regime in cost.REGIMES for key in cost.KEYS))
+    if group == "filter":
+        return (*trace.FILTERS, *trace.CHOICES)
+    return (*cost.KEYS, *WHOLE_STEP, *(f"{regime}.{key}" for regime in cost.REGIMES for key in cost.KEYS))
 
 
 def flat(settings: Mapping[str, object], where: str) -> dict[str, object]:
@@ -101,7 +105,7 @@ def _spread(key: object, value: object, where: str):
             inner, equals, item = (piece.strip() for piece in part.partition("="))
             if not equals or not item:
                 raise InputError(f"{where}: {key}: {part!r} is not key=value")
-            yield from _spread(f"{key}.{inner}", item, where)
+            yield from _spread(f"{key}.{inner}", _typed(item), where)
     elif dot and head in GROUPS and isinstance(value, Mapping):  # cost: {decode: {base_s: ...}}
         for inner, item in value.items():
             yield from _spread(f"{key}.{inner}", item, where)
@@ -109,6 +113,15 @@ def _spread(key: object, value: object, where: str):
         yield key, value
     else:
         raise InputError(f"{where}: {unknown(key)}")
+
+
+def _typed(text: str) -> object:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False}.get(text.lower(), text)
 
 
 def _is_member(group: str, key: str) -> bool:

@@ -22,7 +22,7 @@ KEPT = 4  # prepared sets that a process keeps
 class Requests:
     """Which requests a run serves; runs with equal ones share them."""
 
-    source: str  # the fingerprint of a frame in `Sources`, or a generator
+    source: str  # the fingerprint of a frame in `Sources.frames`, or a generator
     count: int | None
     sample: str
     lengths: str
@@ -30,43 +30,59 @@ class Requests:
 
 
 class Sources:
-    """The traces of a sweep, by the fingerprint of their requests; `name` is a file, a frame or a generator."""
+    """The traces of a sweep, read once, by the fingerprint of their requests; generators draw where runs are made."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = folder
         self.frames: dict[str, pd.DataFrame] = {}
-        self._known: dict[object, str] = {}
+        self._read: dict[object, pd.DataFrame] = {}
+        self._found: dict[object, str] = {}
 
-    def find(self, trace: object, **loading: str) -> str:
-        """What `Requests.source` calls this trace; reads it if it is a file not yet read."""
+    def requests(
+        self, trace: object, count: int | None, sample: str, lengths: str, seed: int, **loading: object
+    ) -> Requests:
+        """What runs on this trace serve: a trace frame, the path of a file (`loading` goes to `trace.load`), or a
+        generator. What a length model predicts is worked out here, where the model is."""
+        drawn = isinstance(trace, str) and trace in GENERATORS
+        if drawn and not lengths.startswith("tagger:"):
+            return Requests(trace, count, sample, lengths, seed)
+        named = (trace, count, seed) if drawn else id(trace) if hasattr(trace, "columns") else str(trace)
+        key = named, tuple(sorted(loading.items())), lengths if lengths.startswith("tagger:") else ""
+        if key not in self._found:
+            self._found[key] = self._keep(self._frame(trace, count, seed, loading), lengths)
+        if lengths.startswith("tagger:"):
+            lengths = "trace"
+        return Requests(self._found[key], None if drawn else count, sample, lengths, seed)
+
+    def _frame(self, trace: object, count: int | None, seed: int, loading: dict) -> pd.DataFrame:
         import pandas as pd
 
+        from astrolabe_lab import sharegpt_like
         from astrolabe_lab.trace import load
 
-        if isinstance(trace, str) and trace in GENERATORS:
+        if isinstance(trace, pd.DataFrame):
             return trace
-        key = id(trace) if isinstance(trace, pd.DataFrame) else (str(trace), *sorted(loading.items()))
-        if key not in self._known:
-            if isinstance(trace, pd.DataFrame):
-                frame = trace
-            elif isinstance(trace, (str, Path)):
-                frame = load(self._path(trace), **loading)
-            else:
-                raise InputError(f"trace={trace!r} is no file, trace frame or generator ({', '.join(GENERATORS)})")
-            self._known[key] = self._keep(frame)
-        return self._known[key]
+        if isinstance(trace, str) and trace in GENERATORS:
+            return sharegpt_like.generate(count, seed=seed, text=True)
+        if not isinstance(trace, (str, Path)):
+            raise InputError(f"trace={trace!r} is no file, trace frame or generator ({', '.join(GENERATORS)})")
+        key = str(trace), tuple(sorted(loading.items()))
+        if key not in self._read:
+            path = Path(trace).expanduser()
+            self._read[key] = load(self.folder / path if self.folder else path, **loading)
+        return self._read[key]
 
-    def _path(self, trace: str | Path) -> Path:
-        path = Path(trace).expanduser()
-        return self.folder / path if self.folder and not path.is_absolute() else path
+    def _keep(self, frame: pd.DataFrame, lengths: str) -> str:
+        from astrolabe_lab import length
 
-    def _keep(self, frame: pd.DataFrame) -> str:
         from .identity import of_requests
 
+        if lengths.startswith("tagger:"):
+            frame = length.attach(frame, lengths)
         frame = frame.drop(columns="prompt", errors="ignore")  # no run reads it
-        print_ = of_requests(frame)
-        self.frames[print_] = frame
-        return print_
+        found = of_requests(frame)
+        self.frames[found] = frame
+        return found
 
 
 _prepared: OrderedDict[Requests, pd.DataFrame] = OrderedDict()

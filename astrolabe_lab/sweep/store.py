@@ -31,6 +31,7 @@ from .cell import Run
 if TYPE_CHECKING:
     import pandas as pd
 
+FLOATS = {None: math.nan, "inf": math.inf, "-inf": -math.inf}  # as JSON has them
 RUNS, SUMMARY, REQUESTS = "runs.jsonl", "summary.parquet", "requests"
 
 
@@ -157,7 +158,7 @@ class Store:
         line = self.lines.get(key)
         if line is None or (self.keep == "requests" and not self.requests_file(key).is_file()):
             return None
-        return {name: math.nan if value is None else value for name, value in line["row"].items()}
+        return {name: FLOATS.get(value, value) for name, value in line["row"].items()}
 
     def marks(self, key: str) -> dict[str, str]:
         """The columns that say where a row is from: `code`, and `run`, the name of its file in `requests/`."""
@@ -245,7 +246,9 @@ def _parsed(text: bytes) -> dict | None:
 
 def _plain(value: object) -> object:
     value = value.item() if hasattr(value, "item") else value
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else repr(value)
+    return value
 
 
 def tell(line: str) -> None:
