@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
@@ -91,7 +92,7 @@ def resolve(cell: Cell, sources: Sources) -> Run:
     given = cell.settings
     try:
         policy = policy_of(given)
-        options = _options(given)
+        options = _options(given, sources.folder)
         return Run(
             cell,
             _requests(given, sources),
@@ -141,12 +142,12 @@ def _requests(given: Mapping[str, object], sources: Sources) -> Requests:
     return sources.requests(trace, count, sample, str(given.get("lengths", "oracle")), seed, **loading)
 
 
-def _options(given: Mapping[str, object]) -> dict[str, object]:
+def _options(given: Mapping[str, object], folder: Path | None) -> dict[str, object]:
     """The keyword arguments of `simulate`."""
     from astrolabe_lab.sim.cluster import ControlPlane, LatencyNoise
 
     name = given.get("preset", PRESET)
-    engine, cost = _engine_and_cost(given, name)
+    engine, cost = _engine_and_cost(given, name, folder)
     options: dict[str, object] = {"instances": given.get("instances", 12), "engine": engine, "cost": cost}
     believed = _members(given, "predictor_cost")
     if "predictor_cost" in given or believed:
@@ -163,14 +164,16 @@ def _options(given: Mapping[str, object]) -> dict[str, object]:
     return options | {key: given[key] for key in passed_on if key in given and key not in options}
 
 
-def _engine_and_cost(given: Mapping[str, object], name: object) -> tuple[object, object]:
+def _engine_and_cost(given: Mapping[str, object], name: object, folder: Path | None) -> tuple[object, object]:
     from astrolabe_lab.cost import preset
     from astrolabe_lab.sim.config import EngineConfig
 
     flags = _members(given, "engine")
     if isinstance(name, (list, tuple)):  # one an instance
-        pairs = [_engine_and_cost({**given, "preset": one}, one) for one in name]
+        pairs = [_engine_and_cost(given, one, folder) for one in name]
         return [engine for engine, _ in pairs], [cost for _, cost in pairs]
+    if str(name).endswith(".json") and folder:
+        name = folder / str(name)
     known = None if name in (None, "none") else preset(name)
     engine, cost = given.get("engine"), given.get("cost")
     if engine is None:

@@ -28,7 +28,7 @@ PLAIN = {
     "policy": "NAME:key=value,... as `astrolabe policies` lists them",
     "label": "what the column policy says (default: the policy as given)",
     "instances": "number of engines (12)",
-    "preset": "step cost and engine of a measured device (llama2-7b-a30); none: cost keys alone",
+    "preset": "step cost and engine of a measured device (llama2-7b-a30), or one an instance; none: cost keys alone",
     "delays": "none (the default) or paper: the Astrolabe paper's measured delays",
     "status_interval_s": "refresh of status (0: at each decision)",
     "tag_s": "time to predict a length",
