@@ -19,7 +19,7 @@ BASE = {"trace": "sharegpt_like", "requests": 40, "policy": "random", "qps": 5, 
 
 
 def points(written):
-    return [{key: value for key, value in point.items()} for point in Grid.of(written).points()]
+    return list(Grid.of(written).points())
 
 
 def options(**settings):
@@ -253,7 +253,8 @@ def test_seeds_draw_their_own_order_of_a_trace_when_asked(tmp_path):
 
 
 def test_the_estimate_counts_what_would_run():
-    found = sweep.estimate({"defaults": BASE, "grid": {"policy": ["random"], "qps": [3, 5, 7], "seed": [0, 1]}}, workers=2)
+    written = {"defaults": BASE, "grid": {"policy": ["random"], "qps": [3, 5, 7], "seed": [0, 1]}}
+    found = sweep.estimate(written, workers=2)
     assert (found["runs"], found["requests"], found["seeds"], found["trials"]) == (6, 240, 2, 2)
     assert 0 < found["wall_s"] == found["computing_s"] / 2
 

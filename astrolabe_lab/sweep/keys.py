@@ -15,7 +15,7 @@ from functools import cache
 from astrolabe_lab.errors import InputError
 
 PLAIN = {
-    "trace": "a trace file (a relative path starts at the grid's folder), or sharegpt_like",
+    "trace": "a trace file (a relative path starts at the grid's folder), sharegpt_like, chat, documents, reasoning, mixed",
     "format": "the trace file's format (default: the content tells)",
     "on_bad": "bad rows of a trace file: error (the default) or drop",
     "unsorted": "times of a trace file that go back: error (the default) or sort",
@@ -23,12 +23,12 @@ PLAIN = {
     "sample": "which requests of a trace each seed gets: head (the default: the first), permute or resample",
     "lengths": "predicted lengths: oracle (the default), trace, constant:N, noisy:REL, tagger:DIR",
     "qps": "requests a second, over all instances; null keeps the trace's own times",
-    "arrivals": "poisson (the default), gamma, constant or trace",
+    "arrivals": "poisson (mostly the default), gamma, constant, bursts, ramp, diurnal, trace, as in bursts:high=1.7",
     "alpha": "shape of gamma gaps; below 1 is burstier than Poisson",
     "policy": "NAME:key=value,... as `astrolabe policies` lists them",
     "label": "what the column policy says (default: the policy as given)",
     "instances": "number of engines (12)",
-    "preset": "step cost and engine of a measured device (llama2-7b-a30), or one an instance; none: cost keys alone",
+    "preset": "step cost and engine of a measured device (llama2-7b-a30), one for all or a list; none: cost keys alone",
     "delays": "none (the default) or paper: the Astrolabe paper's measured delays",
     "status_interval_s": "refresh of status (0: at each decision)",
     "tag_s": "time to predict a length",

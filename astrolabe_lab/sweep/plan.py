@@ -9,8 +9,9 @@ from astrolabe_lab import crew
 from astrolabe_lab.errors import InputError
 
 from . import keys
-from .cell import PRESET, Run, arrive, measure, resolve, whole
+from .cell import Run, arrive, measure, resolve, whole
 from .grid import Grid
+from .settings import PRESET
 from .sources import Sources
 
 FEW = 3  # requests of a rehearsal

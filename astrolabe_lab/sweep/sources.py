@@ -13,7 +13,7 @@ from astrolabe_lab.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-GENERATORS = ("sharegpt_like",)
+GENERATORS = ("sharegpt_like", "chat", "documents", "reasoning", "mixed")  # the latter: `families`
 SAMPLES = ("head", "permute", "resample")
 KEPT = 4  # prepared sets that a process keeps
 
@@ -57,13 +57,12 @@ class Sources:
     def _frame(self, trace: object, count: int | None, seed: int, loading: dict) -> pd.DataFrame:
         import pandas as pd
 
-        from astrolabe_lab import sharegpt_like
         from astrolabe_lab.trace import load
 
         if isinstance(trace, pd.DataFrame):
             return trace
         if isinstance(trace, str) and trace in GENERATORS:
-            return sharegpt_like.generate(count, seed=seed, text=True)
+            return draw(trace, count, seed, text=True)
         if not isinstance(trace, (str, Path)):
             raise InputError(f"trace={trace!r} is no file, trace frame or generator ({', '.join(GENERATORS)})")
         key = str(trace), tuple(sorted(loading.items()))
@@ -85,6 +84,15 @@ class Sources:
         return found
 
 
+def draw(generator: str, count: int, seed: int, text: bool = False) -> pd.DataFrame:
+    """The requests that a generator draws, without arrivals."""
+    from astrolabe_lab import families, sharegpt_like
+
+    if generator == "sharegpt_like":
+        return sharegpt_like.generate(count, seed=seed, text=text)
+    return families.generate(generator, count, seed=seed, text=text)
+
+
 _prepared: OrderedDict[Requests, pd.DataFrame] = OrderedDict()
 
 
@@ -100,10 +108,10 @@ def prepared(requests: Requests, frames: Mapping[str, pd.DataFrame]) -> pd.DataF
 
 
 def _prepare(requests: Requests, frames: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
-    from astrolabe_lab import length, sharegpt_like, trace
+    from astrolabe_lab import length, trace
 
-    if requests.source == "sharegpt_like":
-        frame = sharegpt_like.generate(requests.count, seed=requests.seed, text=False)
+    if requests.source in GENERATORS:
+        frame = draw(requests.source, requests.count, requests.seed)
     else:
         frame = frames[requests.source]
         count = len(frame) if requests.count is None else requests.count
