@@ -5,6 +5,7 @@ drain). From one row per run: `over_seeds`, `paired_difference`, `up_to`, `compa
 that keeps an SLO, `rank_one` replays decisions on the candidates that were not chosen.
 """
 
+from .counterfactual import rank_one, replay_decisions
 from .families import holm, simultaneous
 from .frames import NEEDED, STATUSES, listed, require_columns
 from .inside import queue_lengths, schedule_differences, step_kinds
@@ -41,7 +42,9 @@ __all__ = [
     "phases",
     "prediction_error",
     "queue_lengths",
+    "rank_one",
     "relative_errors",
+    "replay_decisions",
     "require_columns",
     "schedule_differences",
     "seeds_needed",

@@ -16,7 +16,7 @@ from astrolabe_lab import policies
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError, check_kind
 from astrolabe_lab.predictor import EXTENSION_TOKENS, check_extension
-from astrolabe_lab.sim import twin, view
+from astrolabe_lab.sim import view
 from astrolabe_lab.sim.asking import ATTACH
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.run import Run
@@ -38,6 +38,7 @@ def simulate(
     control: ControlPlane = ControlPlane(),
     faults: Sequence[Outage | Slowdown] = (),
     seed: int = 0,
+    policy_seed: int | None = None,
     latency_noise: LatencyNoise = LatencyNoise(),
     extension_tokens: int = EXTENSION_TOKENS,
     compiled: bool | None = None,
@@ -50,11 +51,35 @@ def simulate(
     object with ``choose(request, cluster, rng)``, or text for ``policies.parse``; a run works on a copy. ``engine``,
     ``cost`` (a StepCost) and ``predictor_cost`` (what the Predictors believe; default: the truth) are one for all
     ``instances``, or a sequence of one each; engine and cost default to the preset llama2-7b-a30.
+    ``policy_seed``: of what the routers draw (choices, noise, delays), where that shall differ from ``seed``: the same
+    run with other luck.
     ``compiled``: True demands the policy's compiled twin, False forbids it, None takes it where there is one; the
     outcome is the same. ``leaps=False`` single-steps the engines, with the same outcome. ``progress`` is called with
     (requests dispatched, requests in all). Times are in s; ``decision_s`` is the modelled delay of the decision.
     Raises InputError for a trace, policy, choice or setting that breaks its contract.
     """
+    run = prepare(
+        trace, policy, instances, engine, cost, predictor_cost, control, faults,
+        seed if policy_seed is None else policy_seed, latency_noise, extension_tokens, leaps,
+    )  # fmt: skip
+    if compiled and not run.has_twin:
+        raise InputError(f"policy {run.name}: no compiled twin under these settings; leave compiled=None")
+    try:
+        if run.has_twin and compiled is not False:
+            run.compiled(progress)
+        else:
+            run.decide_all(progress)
+    finally:
+        view.forget(run.number)
+    return run.frame(run.name, seed)
+
+
+def prepare(
+    trace, policy, instances, engine, cost, predictor_cost, control, faults, seed, latency_noise, extension_tokens,
+    leaps,
+) -> Run:  # fmt: skip
+    """The run that ``simulate`` with these arguments makes, checked, before its first request. Who prepares one has to
+    ``view.forget(run.number)``."""
     from astrolabe_lab import trace as trace_module
 
     trace = trace_module.check(trace)
@@ -69,19 +94,7 @@ def simulate(
     check_extension(extension_tokens)
     engines = _engines(instances, engine, cost, predictor_cost)
     _check_policy(policy, instances, "predicted_tokens" in trace)
-    run = Run(trace, policy, engines, control, faults, seed, latency_noise, extension_tokens, leaps)
-    name = policies.spec(policy)
-    has_twin = twin.twin_of(policy) is not None and control.ideal and not faults
-    if compiled and not has_twin:
-        raise InputError(f"policy {name}: no compiled twin under these settings; leave compiled=None")
-    try:
-        if has_twin and compiled is not False:
-            run.compiled(progress)
-        else:
-            run.decide_all(progress)
-    finally:
-        view.forget(run.number)
-    return run.frame(name, seed)
+    return Run(trace, policy, engines, control, faults, seed, latency_noise, extension_tokens, leaps)
 
 
 def _engines(instances, engine, cost, predictor_cost):

@@ -43,6 +43,7 @@ class Run:
 
     def __init__(self, trace, policy, engines, control, faults, seed, noise, extension, leaps):
         configs, costs, predictor_costs = engines
+        self.has_twin = twin.twin_of(policy) is not None and control.ideal and not faults
         control = replace(control, routers=min(control.routers, len(trace)))  # more would get no request
         self.trace = trace
         self.policy = policy
@@ -70,52 +71,72 @@ class Run:
         self.events: list = []
         self.sequence = 0
         self.faults = Faults(self, faults)
+        self.known: list[tuple] | None = None  # what routers may know of each request, for policy objects
+        self.twin_rows: np.ndarray | None = None
+        self.twin_opened: np.ndarray | None = None
+        self.twin: tuple | None = None  # as twin_of describes it, its counter where it stands
 
     def compiled(self, progress) -> None:
         """Run the policy's compiled twin."""
-        kind, k, asked_for, extra = twin.twin_of(self.policy)
-        asking = self.asking
         total = len(self.arrived)
-        rows = np.zeros(total + 1 if kind == twin.ASTROLABE else 1, ROW)
-        if kind == twin.ASTROLABE:
-            asking.make_room(total + 2)
-        opened = np.zeros(total if asking.foresights[0]["kind"][0] else 0, BASIS)
-        asking.foresights[0]["share"] = 1.0 / len(self.state.engines)
         for first in range(0, total, CHUNK):
             last = min(first + CHUNK, total)
-            extra = twin.run(
-                self.state, self.arrived, first, last, kind, k, asked_for, extra, self.routers[0].rng, asking.noise_rng,
-                float(asking.noise.common), float(asking.noise.candidate),
-                (
-                    asking.scratch, asking.templates, self.knowledge.header, rows, asking.foresights[0], opened,
-                    asking.extension,
-                ),
-                self.leaps, self.predicted_e2e,
-            )  # fmt: skip
+            self.leave_to_twin(first, last)
             if progress:
                 progress(last, total)
-        self._drain()
+        self.drain()
 
     def decide_all(self, progress) -> None:
         """Ask the policy object at each decision."""
         total = len(self.arrived)
-        self.known = self._known(self.trace)
-        queries = (self.arrived + self.control.tag_s).tolist()
         report = max(1, total // 50)
-        a = 0
-        while a < total or self.events:
-            now_s = queries[a] if a < total else np.inf
-            if self.events and self.events[0][0] <= now_s:
-                at_s, _, act, what = heapq.heappop(self.events)
-                act(at_s, *what)
-                continue
-            self.decide(now_s, a)
-            a += 1
-            if progress and a % report == 0:
-                progress(a, total)
-        self._drain()
+        for first in range(0, total, report):
+            last = min(first + report, total)
+            self.ask_policy(first, last)
+            if progress and last < total:
+                progress(last, total)
+        self.finish_events()
+        self.drain()
         if progress:
             progress(total, total)
+
+    def leave_to_twin(self, first: int, last: int) -> None:
+        """Dispatch requests first..last-1 by the policy's compiled twin."""
+        asking = self.asking
+        if self.twin is None:
+            self.twin = twin.twin_of(self.policy)
+            asks = self.twin[0] == twin.ASTROLABE
+            self.twin_rows = np.zeros(len(self.arrived) + 1 if asks else 1, ROW)
+            self.twin_opened = np.zeros(len(self.arrived) if asking.foresights[0]["kind"][0] else 0, BASIS)
+            asking.foresights[0]["share"] = 1.0 / len(self.state.engines)
+            if asks:
+                asking.make_room(len(self.arrived) + 2)
+        kind, k, asked_for, extra = self.twin
+        extra = twin.run(
+            self.state, self.arrived, first, last, kind, k, asked_for, extra, self.routers[0].rng, asking.noise_rng,
+            float(asking.noise.common), float(asking.noise.candidate),
+            (
+                asking.scratch, asking.templates, self.knowledge.header, self.twin_rows, asking.foresights[0],
+                self.twin_opened, asking.extension,
+            ),
+            self.leaps, self.predicted_e2e,
+        )  # fmt: skip
+        self.twin = kind, k, asked_for, extra
+
+    def ask_policy(self, first: int, last: int) -> None:
+        """Dispatch requests first..last-1 by the policy object, and let happen what happens before the last of them."""
+        if self.known is None:
+            self.known = self._known(self.trace)
+        queries = (self.arrived[first:last] + self.control.tag_s).tolist()
+        for a, now_s in enumerate(queries, first):
+            self.finish_events(now_s)
+            self.decide(now_s, a)
+
+    def finish_events(self, until_s: float = np.inf) -> None:
+        """Let happen what is planned for up to that time."""
+        while self.events and self.events[0][0] <= until_s:
+            at_s, _, act, what = heapq.heappop(self.events)
+            act(at_s, *what)
 
     def at(self, time_s: float, rank: int, act: Callable, *what) -> None:
         """Call ``act(time_s, *what)`` at that time; at one instant lower ranks come first, then those planned first."""
@@ -177,7 +198,7 @@ class Run:
         self.state.requests["state"][r] = FAILED
         self.state.requests["finished_s"][r] = now_s
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         """Run the engines to their ends, one by one: compiled code sees no Ctrl-C."""
         for i in range(len(self.state.engines)):
             kernel.advance(*self.state, i, np.inf, NONE, self.leaps)
