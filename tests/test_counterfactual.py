@@ -20,6 +20,7 @@ class Told:
 
     def __init__(self, policy, rid, instance):
         self.policy, self.rid, self.instance = policy, rid, instance
+        self.foresight = getattr(policy, "foresight", "none")
 
     def choose(self, request, cluster, rng):
         chosen = self.policy.choose(request, cluster, rng)

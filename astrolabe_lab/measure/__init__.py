@@ -10,6 +10,7 @@ from .families import holm, simultaneous
 from .frames import NEEDED, STATUSES, listed, require_columns
 from .inside import queue_lengths, schedule_differences, step_kinds
 from .intervals import interval, over_seeds, p_value, t_interval
+from .knee import KINDS, Capacity, capacity, crossing
 from .latency import LATENCIES, PERCENTILES, latencies, percentile, summarise, workload
 from .paired import beside, best_and_undecided, first_above, paired_difference, paired_table, verdicts
 from .power import seeds_needed
@@ -18,6 +19,8 @@ from .regime import phases, steady, steady_rates, steady_window, trend, waiting_
 from .slo import SLO, attainment, goodput, met
 
 __all__ = [
+    "Capacity",
+    "KINDS",
     "LATENCIES",
     "NEEDED",
     "PERCENTILES",
@@ -26,6 +29,8 @@ __all__ = [
     "attainment",
     "beside",
     "best_and_undecided",
+    "capacity",
+    "crossing",
     "first_above",
     "goodput",
     "holm",

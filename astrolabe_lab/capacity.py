@@ -1,0 +1,166 @@
+"""How many requests a second a cluster takes under a policy while P99 TTFT keeps its limit."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from astrolabe_lab.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from astrolabe_lab.measure import Capacity
+
+SAMPLES = ("auto", "head", "permute", "resample")
+FEW = 8  # runs that are not worth starting processes for
+
+
+def find(
+    trace: pd.DataFrame | str | Path,
+    policies: object | Sequence[object] | Mapping[str, object],
+    *,
+    kinds: Sequence[str] = ("finite", "sustained"),
+    limit_s: float = 10.0,
+    requests: int | None = None,
+    sustained_requests: int = 30_000,
+    seeds: Sequence[int] = tuple(range(10)),
+    qps_range: tuple[float, float] | None = None,
+    coarse_qps: float = 2.0,
+    fine_qps: float = 0.25,
+    sample: str = "auto",
+    instances: int = 12,
+    workers: int | None = None,
+    out: str | Path | None = None,
+    progress: bool = True,
+    **sweep_options: object,
+) -> list[Capacity]:
+    """The capacities of each policy, finite and sustained: `measure.Capacity` objects, in that order.
+
+    `trace`, `policies`, `instances` and `sweep_options` (lengths, arrivals, engine, cost, control, mix, on ...)
+    are those of `sweep.sweep`, which runs them; one policy may be given alone. Both kinds are found unless
+    `kinds` asks for one: runs of `requests` requests (default: as many as the trace has, or 10,000), and of
+    `sustained_requests`, at least 30,000. `sample` says how each seed draws its requests from the trace: permute
+    (the same set in another order, as the Astrolabe paper; no more than the trace has), resample (with
+    replacement: intervals then tell about the population that the trace stands for), head (its first), or auto:
+    permute where the trace has enough, else resample. `qps_range` is searched (default: half a request to ten
+    per instance and second), `measure.capacity` tells how.
+
+    `out`: a folder that keeps every run, so that the same call goes on where it was ended. `progress`: lines on
+    stderr. Raises InputError for arguments that are none of these.
+    """
+    from astrolabe_lab import measure
+    from astrolabe_lab.policies import spec
+
+    if isinstance(policies, str) or hasattr(policies, "choose"):
+        policies = [policies]
+    if not isinstance(policies, Mapping):
+        policies = {one if isinstance(one, str) else spec(one): one for one in policies}
+    if not policies:
+        raise InputError("policies is empty: name at least one")
+    if sample not in SAMPLES:
+        raise InputError(f"sample={sample!r} is not one of {', '.join(SAMPLES)}")
+    if unknown := [kind for kind in kinds if kind not in measure.KINDS]:
+        raise InputError(f"kinds holds {unknown[0]!r}; allowed are {', '.join(measure.KINDS)}")
+    trace, size = _requests_of(trace)
+    wanted = {"finite": requests or size or 10_000, "sustained": sustained_requests}
+    if qps_range is None:
+        qps_range = (0.5 * instances, 10.0 * instances)
+    found = []
+    for label, policy in policies.items():
+        for kind in kinds:
+            runs = _Runs(trace, label, policy, kind, wanted[kind], _drawn(sample, wanted[kind], size), out, progress)
+            runs.options = sweep_options | {"instances": instances, "workers": workers}
+            found.append(
+                measure.capacity(
+                    runs, kind=kind, limit_s=limit_s, qps_range=qps_range, seeds=seeds,
+                    coarse_qps=coarse_qps, fine_qps=fine_qps,
+                )
+            )  # fmt: skip
+            runs.tell(str(found[-1]))
+    return found
+
+
+def table(capacities: Sequence[Capacity]) -> pd.DataFrame:
+    """A row per capacity: `policy, kind, n, limit_s, capacity_qps, low_qps, high_qps, seeds, censored`."""
+    import pandas as pd
+
+    names = ["policy", "kind", "n", "limit_s", "mean_qps", "low_qps", "high_qps", "seeds", "censored"]
+    rows = [[getattr(one, name) for name in names] for one in capacities]
+    return pd.DataFrame(rows, columns=names).rename(columns={"mean_qps": "capacity_qps"})
+
+
+def differences(capacities: Sequence[Capacity], baseline: str, level: float = 0.95) -> pd.DataFrame:
+    """How far each policy's capacity lies from the baseline's, seed by seed: `measure.paired_difference`'s columns,
+    with `kind` in the place of `qps`.
+
+    Raises InputError where kinds have other seeds, or a seed is censored: of a bound there is no difference.
+    """
+    import pandas as pd
+
+    from astrolabe_lab import measure
+
+    parts = []
+    for kind in dict.fromkeys(one.kind for one in capacities):
+        same = [one for one in capacities if one.kind == kind]
+        if cut := [one.policy for one in same if one.censored]:
+            raise InputError(f"{kind} capacity of {', '.join(cut)} is censored: search a wider qps_range first")
+        rows = pd.concat([one.per_seed.assign(policy=one.policy, qps=0.0) for one in same])
+        parts.append(measure.paired_difference(rows, "capacity_qps", baseline, level).assign(kind=kind))
+    found = pd.concat(parts, ignore_index=True)
+    found["p_holm"] = measure.holm(found["p"])
+    found["clear"] = found["p_holm"] < 1 - level
+    return found[["policy", "kind", *(name for name in found if name not in ("policy", "kind", "qps"))]]
+
+
+class _Runs:
+    """Rates and seeds -> summary rows, through `sweep.sweep`."""
+
+    def __init__(self, trace, label, policy, kind, n, sample, out, progress) -> None:
+        self.trace, self.label, self.policy, self.kind, self.n, self.sample = trace, label, policy, kind, n, sample
+        self.out, self.progress, self.began, self.made = out, progress, time.monotonic(), 0
+        self.options: dict[str, object] = {}
+
+    def __call__(self, rates: Sequence[float], seeds: Sequence[int]) -> pd.DataFrame:
+        from astrolabe_lab import sweep
+
+        options = dict(self.options)
+        if len(rates) * len(seeds) <= FEW:
+            options["workers"] = 1
+        found = sweep.sweep(
+            self.trace, {self.label: self.policy}, rates, seeds, requests=self.n, sample=self.sample,
+            out=None if self.out is None else Path(self.out) / self.kind, progress=False, **options,
+        )  # fmt: skip
+        self.made += len(found)
+        span = f"{rates[0]:g} QPS" if len(rates) == 1 else f"{rates[0]:g}..{rates[-1]:g} QPS"
+        self.tell(
+            f"{self.label}, {self.kind}({self.n:,}): {span}, {len(seeds)} seeds: P99 TTFT "
+            f"{found['ttft_p99_all_s'].min():.3g}..{found['ttft_p99_all_s'].max():.3g} s "
+            f"({self.made} runs, {time.monotonic() - self.began:.0f} s)"
+        )
+        return found
+
+    def tell(self, line: str) -> None:
+        if self.progress:
+            print(f"capacity: {line}", file=sys.stderr, flush=True)
+
+
+def _requests_of(trace):
+    """The trace, loaded once, and how many requests it has (None: as many as asked for)."""
+    import pandas as pd
+
+    from astrolabe_lab.trace import load
+
+    if isinstance(trace, str) and trace == "sharegpt_like":
+        return trace, None
+    frame = trace if isinstance(trace, pd.DataFrame) else load(trace)
+    return frame.drop(columns="arrived_s", errors="ignore"), len(frame)
+
+
+def _drawn(sample: str, n: int, size: int | None) -> str:
+    if size is None:
+        return "head"
+    return ("permute" if n <= size else "resample") if sample == "auto" else sample
