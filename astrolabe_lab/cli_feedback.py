@@ -86,9 +86,11 @@ def drift(args):
 def recalibrate(args):
     from astrolabe_lab import length
     from astrolabe_lab.length.feedback import rows_of
-    from astrolabe_lab.length.recalibrated import recalibrate
+    from astrolabe_lab.length.observed import require_rows
+    from astrolabe_lab.length.recalibrated import LEAST_ROWS, recalibrate
 
     estimator, observed = length.load(args.model), _observed(args)
+    require_rows(observed, LEAST_ROWS, "recalibration")
     prompts, lengths, models, censored = rows_of(observed, estimator)
     new, verdict = recalibrate(estimator, prompts, lengths, models=models, censored=censored)
     if not verdict.helps:

@@ -39,9 +39,9 @@ class MonotoneMap:
         from scipy.optimize import isotonic_regression
 
         shares = np.array_split(np.argsort(predicted, kind="stable"), knots)
-        if knots == 1:  # a factor, which suits short and long answers alike
-            factor = survival.quantiles(np.asarray(lengths) / predicted, censored, [0.5])
-            return cls(np.ones(1), factor)
+        shares = [rows for rows in shares if not censored[rows].all()]  # a share of cut answers alone tells no median
+        if len(shares) < 2:  # a factor, which suits short and long answers alike
+            return cls(np.ones(1), survival.quantiles(lengths / predicted, censored, [0.5]))
         told = np.array([np.median(predicted[rows]) for rows in shares])
         came = np.array([survival.quantiles(lengths[rows], censored[rows], [0.5])[0] for rows in shares])
         weights = np.array([len(rows) for rows in shares])

@@ -64,7 +64,7 @@ class PromptRidge(Estimator):
         artifact.save_arrays(folder / "wording.npz", **arrays)
         write_whole(folder / "vocabulary.json", json.dumps(list(wording.vocabulary), ensure_ascii=True))
         artifact.save_arrays(folder / "head.npz", **self._head.arrays())
-        return {"alpha": self._head.alpha}
+        return {"alpha": float(self._head.alpha)}
 
     def _read(self, folder: Path, noted: dict) -> None:
         vocabulary = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
