@@ -129,14 +129,14 @@ def _fill(ridge: Ridge, y, censored, alpha: float):
     for _ in range(_ROUNDS):
         location = ridge.held_out(filled, alpha)
         sd = max(float(np.sqrt(np.mean((filled - location)[~censored] ** 2))), 1e-6)
-        above = (y[censored] - location[censored]) / sd
-        filled[censored] = location[censored] + sd * np.array([_mean_above(a) for a in above])
+        filled[censored] = location[censored] + sd * mean_above((y - location)[censored] / sd)
     return filled
 
 
-def _mean_above(a: float) -> float:
-    """The mean of a standard normal draw that is above a."""
-    if a > 8:
-        return a + 1.0 / a
-    density = math.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
-    return density / (0.5 * math.erfc(a / math.sqrt(2)))
+def mean_above(a: np.ndarray) -> np.ndarray:
+    """The mean of a standard normal draw that is above a, for each of a."""
+    import numpy as np
+
+    tail = 0.5 * np.array([math.erfc(value / math.sqrt(2)) for value in a])
+    density = np.exp(-0.5 * a * a) / math.sqrt(2 * math.pi)
+    return np.where(a > 8, a + 1.0 / np.maximum(a, 1.0), density / np.maximum(tail, 1e-300))
