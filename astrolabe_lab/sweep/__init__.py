@@ -24,7 +24,7 @@ from .store import Store, StoreError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Grid", "StoreError", "estimate", "read", "read_requests", "rehearse", "run", "sweep"]
+__all__ = ["Grid", "StoreError", "check", "estimate", "read", "read_requests", "rehearse", "run", "sweep"]
 RETRIES = 2  # of a run whose process died
 
 
@@ -115,7 +115,12 @@ def rehearse(*args: object, baseline: str | None = None, **options: object) -> N
     Everything is prepared, and each named policy dispatches the first requests. `baseline`, where given, has to be the
     label of a policy.
     """
-    runs, _ = planned(grid_of(*args, **options))
+    check(grid_of(*args, **options), baseline)
+
+
+def check(grid: Grid | Mapping[str, object] | str | Path, baseline: str | None = None) -> None:
+    """Raise the InputError that `run` with this grid would, within a second or two; see `rehearse`."""
+    runs, _ = planned(Grid.given(grid))
     labels = list(dict.fromkeys(run.cell.label for run in runs))
     if baseline is not None and baseline not in labels:
         raise InputError(f"baseline={baseline!r} is not among the policies: {', '.join(labels)}")
