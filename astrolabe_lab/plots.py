@@ -36,39 +36,42 @@ UNITS = {"throughput_rps": ("throughput (requests/s)", 1), "output_tokens_per_s"
 
 
 def latency_vs_qps(
-    summary: pd.DataFrame, metric: str = "ttft_p99_s", level: float = 0.95, log: bool = False
+    summary: pd.DataFrame, metric: str = "ttft_p99_s", level: float = 0.95, log: bool = False, over: str = "qps"
 ) -> go.Figure:
     """One line per policy: the mean of `metric` over seeds at each QPS, with its t-interval as error bars.
+
+    `over` names another column of numbers that varies in the place of the rate.
 
     `summary` has one row per run (`policy, qps, seed, n, <metric>`). A single seed has no bars. Any column
     of the summary can be drawn; those of policies lie side by side, a few pixels apart, so that the bars can
     be told apart. `log` makes the y axis logarithmic. A click in the legend hides a policy. Raises InputError
     for a column that is not there.
     """
-    require_columns(summary, ("policy", "qps", "seed", metric))
+    require_columns(summary, ("policy", over, "seed", metric))
     label, scale = _axis(metric)
-    points = over_seeds(summary, metric, level=level)
+    shown = "QPS" if over == "qps" else over.removesuffix("_s").replace("_", " ") + " (s)" * over.endswith("_s")
+    points = over_seeds(summary, metric, by=("policy", over), level=level)
     points[["mean", "low", "high"]] *= scale
     floor = points.loc[points["mean"] > 0, "mean"].min() / 2  # where a bar that reaches 0 leaves a log axis
     cut = "; cut where they reach 0" * bool((points["low"] < (floor if log else 0)).any())
     points["low"] = points["low"].clip(lower=floor if log else 0)
     figure = go.Figure(layout={"template": TEMPLATE})
     lines = list(points.groupby("policy", sort=False))
-    spread = _spacing(points["qps"]) * 0.25
+    spread = _spacing(points[over]) * 0.25
     for index, (policy, line) in enumerate(lines):
-        line = line.sort_values("qps")
+        line = line.sort_values(over)
         colour, symbol = COLOURS[index % len(COLOURS)], SYMBOLS[index % len(SYMBOLS)]
         bars = {
             "array": line["high"] - line["mean"], "arrayminus": line["mean"] - line["low"],
             "thickness": 1, "width": 2, "color": colour,
         }  # fmt: skip
         figure.add_scatter(
-            x=line["qps"] + spread * ((index + 0.5) / len(lines) - 0.5), y=line["mean"], name=str(policy),
+            x=line[over] + spread * ((index + 0.5) / len(lines) - 0.5), y=line["mean"], name=str(policy),
             mode="lines+markers", line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 7},
             error_y=bars if line["seeds"].min() > 1 else None,
-            customdata=line["qps"], hovertemplate="QPS %{customdata}: %{y:.3g}",
+            customdata=line[over], hovertemplate=f"{shown} %{{customdata}}: %{{y:.3g}}",
         )  # fmt: skip
-    figure.update_xaxes(title="arrival rate (requests/s)")
+    figure.update_xaxes(title="arrival rate (requests/s)" if over == "qps" else shown)
     figure.update_yaxes(title=label, rangemode="tozero")
     if log:
         top = points[["mean", "high"]].max().max()
@@ -77,7 +80,7 @@ def latency_vs_qps(
     bar = f"bars: {level:.0%} t-interval over {seeds} seeds{cut}" if seeds > 1 else "one seed, so no bars"
     growing = ", so past capacity latency grows with the trace" if _is_latency(metric) else ""
     finite = f"; {n:,} requests a run{growing}" if n else ""
-    return _titled(figure, f"{_head(label)} against load", bar + finite)
+    return _titled(figure, f"{_head(label)} against {'load' if over == 'qps' else shown}", bar + finite)
 
 
 def difference_vs_qps(
