@@ -3,8 +3,8 @@
 Nothing here knows how the compiled engine works, and the engine takes nothing from here, so their agreement
 means something. Driven is the stock ``Scheduler`` (or ``AsyncScheduler``) with its own KV cache manager, by
 the control flow of ``EngineCore.step`` and ``step_with_batch_queue`` (vllm/v1/engine/core.py, vLLM 0.32).
-Only the model is made up: a step takes ``step_seconds`` and samples a token for each request whose known
-tokens are all computed by its end.
+Only the model is made up: a step takes ``StepCost.step_seconds`` and samples a token for each request whose
+known tokens are all computed by its end.
 """
 
 from collections import deque
@@ -13,22 +13,6 @@ from time import perf_counter
 
 from .errors import InputError
 from .vllm_scheduler import request, scheduler
-
-
-def step_seconds(cost, new_tokens, context_tokens, sequences, prefill_chunks):
-    """Return the seconds of a step; ``cost`` is (2, 6): rows decode-only and mixed, columns of ``StepCost``.
-
-    ``prefill_chunks`` lists (tokens in the chunk, tokens computed before it). The terms are added in the
-    order of design.md's formula, so that two implementations can agree to the last bit.
-    """
-    row = cost[1 if prefill_chunks else 0]
-    host, base, per_token, per_seq, per_kv_token, attention = (float(value) for value in row)
-    work = sum(chunk * before + chunk * chunk / 2 for chunk, before in prefill_chunks)
-    seconds = host + base
-    seconds += per_token * new_tokens
-    seconds += per_seq * sequences
-    seconds += per_kv_token * context_tokens
-    return seconds + attention * work
 
 
 def can_never_run(frame, config):
@@ -45,7 +29,7 @@ def run_vllm(frame, config, cost, max_steps=None):
     """Return (result frame, step log) of one vLLM engine serving ``frame``.
 
     ``frame`` has rid, arrived_s, prompt_tokens, output_tokens; ``config`` has the attributes of
-    ``EngineConfig``; ``cost.array`` is (2, 6) float64. The result frame, in the order of ``frame``: rid,
+    ``EngineConfig``; ``cost`` is a ``StepCost``. The result frame, in the order of ``frame``: rid,
     first_token_s, finished_s, generated_tokens, preemptions. The step log has one row per scheduled
     request, in scheduling order: step, start_s, end_s, rid, tokens. Its ``attrs`` hold ``preemptions``
     (step, rid), in order, and ``steps`` (step, start_s, end_s, free_blocks, running, waiting), the last
@@ -108,7 +92,6 @@ class _Run:
                 f"{self.config.num_gpu_blocks - 1} blocks of {self.config.block_size} tokens; "
                 "drop the rows where oracle.can_never_run(frame, config) is true"
             )
-        self.cost_array = self.cost.array
         self.outcomes = {str(rid): _Outcome() for rid in self.frame["rid"]}
         if len(self.outcomes) < len(self.frame):
             raise InputError("rid must be unique: number the requests 0..n-1")
@@ -156,7 +139,7 @@ class _Run:
         start_s = max(now, self.device_free_s)
         if not output.num_scheduled_tokens:
             return _Batch(output, {}, start_s)
-        samples, prefill_chunks, context_tokens = {}, [], 0
+        samples, mixed, context_tokens, attention = {}, False, 0, 0.0
         for rid, tokens in output.num_scheduled_tokens.items():
             served = self.scheduler.requests[rid]
             before = served.num_computed_tokens - tokens  # schedule() has already counted this step's tokens
@@ -164,9 +147,10 @@ class _Run:
             context_tokens += before
             decodes = tokens == 1 and samples[rid] and before >= served.num_prompt_tokens
             if not decodes:
-                prefill_chunks.append((tokens, before))
-        seconds = step_seconds(
-            self.cost_array, output.total_num_scheduled_tokens, context_tokens, len(samples), prefill_chunks
+                mixed = True
+                attention += tokens * before + tokens * tokens / 2
+        seconds = self.cost.step_seconds(
+            output.total_num_scheduled_tokens, len(samples), context_tokens, attention, mixed
         )
         self.device_free_s = end_s = start_s + seconds
         step = len(self.steps)

@@ -57,6 +57,9 @@ def fingerprint(trace, config, cost) -> str:
     """What identifies a run: its requests (times to the nanosecond), its configuration and its cost."""
     digest = hashlib.sha256(repr(config).encode())
     digest.update(cost.array.round(15).tobytes())
+    digest.update(repr((cost.pad_sizes, cost.frontend_s)).encode())
+    for grid in filter(None, (cost.decode_grid, cost.mixed_grid)):
+        digest.update(grid.array.round(12).tobytes())
     for name in ("rid", "prompt_tokens", "output_tokens"):
         digest.update(trace[name].to_numpy(dtype="int64").tobytes())
     digest.update((trace["arrived_s"].to_numpy() * 1e9).round().astype("int64").tobytes())

@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from astrolabe_lab import oracle
+from astrolabe_lab.cost import Grid, Regime, StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim.engine import EngineConfig
 
@@ -18,11 +19,9 @@ pytestmark = NEEDS_VLLM
 WORKLOADS = [(seed, *SETTINGS[seed % len(SETTINGS)]) for seed in range(40)]
 
 
-def cost_of(base_s=0.0, **columns):
+def cost_of(**columns):
     """A step cost of equal regimes; keys as in StepCost."""
-    names = ["host_s", "base_s", "per_token_s", "per_seq_s", "per_kv_token_s", "attention_s"]
-    columns["base_s"] = base_s
-    return SimpleNamespace(array=np.array([[columns.get(name, 0.0) for name in names]] * 2))
+    return StepCost(Regime(**columns), Regime(**columns))
 
 
 def frame_of(*requests):
@@ -123,12 +122,24 @@ def test_a_step_is_priced_by_the_written_formula():
     config = EngineConfig(
         max_num_seqs=1, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=9, max_model_len=32
     )
-    array = np.array([[0.5, 1.0, 0.1, 0.2, 0.01, 7.0], [0.25, 2.0, 0.1, 0.2, 0.01, 0.001]])
-    _, log = oracle.run_vllm(frame_of((0.0, 12, 3)), config, SimpleNamespace(array=array))
+    cost = StepCost(Regime(0.5, 1.0, 0.1, 0.2, 0.01, 7.0), Regime(0.25, 2.0, 0.1, 0.2, 0.01, 0.001))
+    _, log = oracle.run_vllm(frame_of((0.0, 12, 3)), config, cost)
     seconds = log.attrs["steps"]["end_s"] - log.attrs["steps"]["start_s"]
     chunks = [2.25 + 0.8 + 0.2 + 0.0 + 0.032, 2.25 + 0.4 + 0.2 + 0.08 + 0.001 * (4 * 8 + 8)]
     decodes = [1.5 + 0.1 + 0.2 + 0.12, 1.5 + 0.1 + 0.2 + 0.13]
     np.testing.assert_allclose(seconds, chunks + decodes, rtol=1e-12)
+
+
+def test_a_step_is_priced_with_what_stands_beside_the_formula():
+    """The same prompt: chunks pay the table at (8, 0) and (4, 8) new and context tokens, decodes a batch of two."""
+    config = EngineConfig(
+        max_num_seqs=1, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=9, max_model_len=32
+    )
+    table = Grid((4, 8), (0, 8), ((1.0, 2.0), (4.0, 8.0)))
+    cost = StepCost(Regime(per_token_s=1.0, per_seq_s=0.5), Regime(), pad_sizes=(2,), mixed_grid=table)
+    _, log = oracle.run_vllm(frame_of((0.0, 12, 3)), config, cost)
+    seconds = log.attrs["steps"]["end_s"] - log.attrs["steps"]["start_s"]
+    np.testing.assert_allclose(seconds, [4.0, 2.0, 3.0, 3.0], rtol=1e-12)
 
 
 def test_md1_mean_wait_matches_theory():
