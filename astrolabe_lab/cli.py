@@ -102,7 +102,7 @@ def _parse(argv):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; building it imports nothing heavy."""
-    from astrolabe_lab import cli_feedback, cli_live, cli_simulate, cli_sweep, cli_tag
+    from astrolabe_lab import cli_feedback, cli_fidelity, cli_live, cli_simulate, cli_sweep, cli_tag
 
     parser = Parser(prog="astrolabe", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"astrolabe-lab {__version__}")
@@ -141,6 +141,15 @@ def build_parser() -> argparse.ArgumentParser:
         "--timeout-s", type=float, default=1800.0, metavar="S", help="limit for a cell (default: 1800)"
     )
 
+    cli_fidelity.add_arguments(
+        add(
+            "fidelity",
+            cli_fidelity.fidelity,
+            cli_fidelity.SUMMARY,
+            cli_fidelity.EXAMPLE,
+            cli_fidelity.DETAILS,
+        )
+    )
     cli_simulate.add_arguments(
         add(
             "simulate",
