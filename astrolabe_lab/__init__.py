@@ -12,8 +12,8 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _MODULES = (
-    "arrivals capacity cost errors families fit length measure oracle plots policies predictor published recorded "
-    "report request rng run servegen sharegpt_like sim sweep trace"
+    "arrivals capacity cost errors families fit generators length measure oracle plots policies predictor published "
+    "recorded report request rng run servegen sharegpt_like sim sweep trace"
 ).split()
 _HOME = {
     "ControlPlane": "sim.cluster",

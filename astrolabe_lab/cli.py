@@ -102,7 +102,7 @@ def _parse(argv):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; building it imports nothing heavy."""
-    from astrolabe_lab import cli_feedback, cli_fidelity, cli_live, cli_simulate, cli_sweep, cli_tag
+    from astrolabe_lab import cli_feedback, cli_fidelity, cli_live, cli_simulate, cli_sweep, cli_tag, cli_trace
 
     parser = Parser(prog="astrolabe", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"astrolabe-lab {__version__}")
@@ -150,6 +150,7 @@ def build_parser() -> argparse.ArgumentParser:
             cli_fidelity.DETAILS,
         )
     )
+    cli_trace.add_arguments(add("trace", None, cli_trace.SUMMARY, cli_trace.EXAMPLE, cli_trace.DETAILS))
     cli_simulate.add_arguments(
         add(
             "simulate",

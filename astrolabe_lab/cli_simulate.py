@@ -9,7 +9,10 @@ import sys
 import time
 from pathlib import Path
 
+from astrolabe_lab.cli_requests import add_arrivals, add_loading, load_requests
+from astrolabe_lab.cli_values import noise, number, span, whole
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import SPECS
 
 DEFAULT_PRESET = "llama2-7b-a30"
 SUMMARY = "replay a trace on N simulated engines under one dispatch policy"
@@ -29,22 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the options of ``simulate``."""
     parser.usage = "%(prog)s --trace FILE --policy NAME --instances N --out FILE [option ...]"
     arrives = parser.add_argument_group("what arrives").add_argument
-    arrives("--trace", required=True, metavar="FILE", help="CSV, Parquet, Azure, Vidur, ShareGPT; also .gz")
-    arrives("--format", help="csv, parquet, azure, vidur or sharegpt (default: the content tells)")
-    arrives(
-        "--on-bad", choices=("error", "drop"), default="error", help="bad rows: refuse them, or drop them"
-    )
-    arrives(
-        "--unsorted", choices=("error", "sort"), default="error", help="times that go back: refuse or sort"
-    )
-    arrives("--limit", type=_whole(1), metavar="N", help="only the first N requests")
-    arrives("--qps", type=_number(above=0), help="requests a second (default: the trace's own times)")
-    arrives(
-        "--arrivals",
-        choices=("poisson", "gamma", "constant", "trace"),
-        help="with --qps (default: poisson); trace stretches the trace's own times to the rate",
-    )
-    arrives("--alpha", type=_number(above=0), help="shape of gamma gaps; below 1 is burstier than Poisson")
+    arrives("--trace", required=True, metavar="FILE|GENERATOR", help=f"a trace file, also .gz; or {SPECS}")
+    add_loading(arrives)
+    add_arrivals(arrives)
     arrives(
         "--lengths",
         metavar="SPEC",
@@ -53,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     goes = parser.add_argument_group("where it goes").add_argument
     goes("--policy", required=True, metavar="NAME[:key=value,...]", help="`astrolabe policies` lists them")
-    goes("--instances", required=True, type=_whole(1), metavar="N", help="number of engines")
+    goes("--instances", required=True, type=whole(1), metavar="N", help="number of engines")
     goes(
         "--preset",
         metavar="NAME",
@@ -79,25 +69,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="none",
         help="paper: the Astrolabe paper's measured delays, for those not given here",
     )
-    knows("--status-interval-s", type=_number(), metavar="S", help="refresh of status (0: at each decision)")
-    knows("--tag-s", type=_number(), metavar="S", help="time to predict a length")
+    knows("--status-interval-s", type=number(), metavar="S", help="refresh of status (0: at each decision)")
+    knows("--tag-s", type=number(), metavar="S", help="time to predict a length")
     knows(
         "--predict-s",
-        type=_span,
+        type=span,
         metavar="S|LOW,HIGH",
         help="time of one latency prediction; a range is drawn from uniformly",
     )
-    knows("--dispatch-s", type=_number(), metavar="S", help="time from decision to engine")
-    knows("--routers", type=_whole(1), metavar="N", help="routers, blind to each other's dispatches")
+    knows("--dispatch-s", type=number(), metavar="S", help="time from decision to engine")
+    knows("--routers", type=whole(1), metavar="N", help="routers, blind to each other's dispatches")
     knows(
         "--latency-noise",
-        type=_noise,
+        type=noise,
         default={},
         metavar="common=REL,candidate=REL",
         help="relative error of predicted latencies: one draw a decision, one an instance",
     )
 
-    parser.add_argument("--seed", type=_whole(0), default=0, metavar="S", help="of every random stream (0)")
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of every random stream (0)")
     parser.add_argument("--out", required=True, metavar="FILE", help="the result: .parquet, .csv or .csv.gz")
 
 
@@ -114,8 +104,8 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     policy = policies.parse(args.policy)
     engine, cost, preset = _engine_and_cost(args)
     control = _control(args)
-    noise = LatencyNoise(**args.latency_noise)
-    requests = _arrivals(args)
+    latency_noise = LatencyNoise(**args.latency_noise)
+    requests = load_requests(args, text=False)
     if args.lengths:
         requests = length.attach(requests, args.lengths, seed=args.seed)
 
@@ -128,7 +118,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
         cost=cost,
         control=control,
         seed=args.seed,
-        latency_noise=noise,
+        latency_noise=latency_noise,
         progress=_Progress(),
     )
     wall_s = time.perf_counter() - began
@@ -141,7 +131,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
         "engine": dataclasses.asdict(engine),
         "cost": cost.to_dict(),
         "control": dataclasses.asdict(control),
-        "latency_noise": dataclasses.asdict(noise),
+        "latency_noise": dataclasses.asdict(latency_noise),
     }
     result.save(frame, out, **settings)
     summary = summarise(frame, by=()).to_dict("records")[0]
@@ -189,37 +179,6 @@ def _engine_and_cost(args):
     return EngineConfig.parse(args.engine, base=engine), cost, name
 
 
-def _arrivals(args):
-    """The requests of the trace with their times."""
-    from astrolabe_lab import trace
-    from astrolabe_lab.arrivals import with_arrivals
-
-    kind = args.arrivals = args.arrivals or ("trace" if args.qps is None else "poisson")
-    if args.qps is None and kind != "trace":
-        raise InputError(f"--arrivals {kind} needs a rate: give --qps")
-    if args.alpha is not None and kind != "gamma":
-        raise InputError("--alpha is the shape of gamma gaps: give --arrivals gamma with it")
-    if args.alpha is None and kind == "gamma":
-        raise InputError("--arrivals gamma needs its shape: give --alpha (1 is Poisson, below 1 is burstier)")
-    requests = trace.load(args.trace, args.format, args.on_bad, unsorted=args.unsorted)
-    for count, what in (
-        ("bad_rows", "bad rows left out"),
-        ("out_of_order_rows", "rows out of order, sorted"),
-    ):
-        if requests.attrs.get(count):
-            n = requests.attrs[count]
-            _log(f"{args.trace}: {n:,} {what if n > 1 else what.replace('rows', 'row', 1)}")
-    if kind == "trace" and "arrived_s" not in requests:
-        raise InputError(f"{args.trace} has no arrival times: give --qps")
-    if args.limit:
-        requests = requests.head(args.limit)
-    return (
-        requests
-        if kind == "trace" and args.qps is None
-        else with_arrivals(requests, args.qps, kind, seed=args.seed, alpha=args.alpha)
-    )
-
-
 def _table(args, engine, preset, summary, wall_s, out):
     unwell = "".join(
         f", {summary[name]:,} {name}" for name in ("rejected", "failed", "aborted") if summary[name]
@@ -254,50 +213,3 @@ def _seconds(value):
 
 def _log(line):
     print(f"astrolabe: {line}", file=sys.stderr, flush=True)
-
-
-# --- values of options ------------------------------------------------------------------------------------
-
-
-def _whole(low):
-    def whole(text):
-        if not (text.isascii() and text.isdigit()) or int(text) < low:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} up")
-        return int(text)
-
-    return whole
-
-
-def _number(above=None):
-    def number(text):
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not math.isfinite(value) or value < 0 or (above is not None and value <= above):
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a number {'>= 0' if above is None else f'> {above}'}"
-            )
-        return value
-
-    return number
-
-
-def _span(text):
-    """``S`` as a number, ``LOW,HIGH`` as a pair of numbers."""
-    parts = [_number()(part) for part in text.split(",")]
-    if len(parts) > 2 or parts != sorted(parts):
-        raise argparse.ArgumentTypeError(f"{text!r} is neither S nor LOW,HIGH with LOW <= HIGH")
-    return parts[0] if len(parts) == 1 else tuple(parts)
-
-
-def _noise(text):
-    noise = {}
-    for part in text.split(","):
-        key, equals, value = part.partition("=")
-        if key not in ("common", "candidate") or not equals or key in noise:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not common=REL, candidate=REL or both with a comma"
-            )
-        noise[key] = _number()(value)
-    return noise

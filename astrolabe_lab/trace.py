@@ -31,6 +31,7 @@ from astrolabe_lab.trace_columns import (
 from astrolabe_lab.trace_formats import FORMATS, read
 from astrolabe_lab.trace_json import CONVERSATIONS
 from astrolabe_lab.trace_sampling import sample
+from astrolabe_lab.trace_summary import describe, rate_windows
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -278,4 +279,16 @@ def _parquet_bytes(frame) -> bytes:
     return out.getvalue()
 
 
-__all__ = ["CHOICES", "COLUMNS", "FILTERS", "FORMATS", "check", "load", "prefix_block_tokens", "sample", "save"]
+__all__ = [
+    "CHOICES",
+    "COLUMNS",
+    "FILTERS",
+    "FORMATS",
+    "check",
+    "describe",
+    "load",
+    "prefix_block_tokens",
+    "rate_windows",
+    "sample",
+    "save",
+]

@@ -37,7 +37,7 @@ def sweep(
     requests: int | None = None,
     sample: str = "head",
     lengths: str = "oracle",
-    arrivals: str = "poisson",
+    arrivals: str | None = None,
     alpha: float | None = None,
     workers: int | None = None,
     progress: bool | Callable[[int, int, dict], None] | None = None,
@@ -50,13 +50,14 @@ def sweep(
 ) -> pd.DataFrame:
     """One row per run of policies x qps x seeds, in that order, as `measure.summarise` makes them.
 
-    `trace`: a trace frame, a file for `trace.load`, or "sharegpt_like", which draws `requests` new ones at each seed;
-    otherwise `requests` keeps the first so many, or `sample` says how each seed draws its own (permute, resample).
-    `policies`: names as `policies.parse` takes them, policy objects (also of classes defined in a notebook), or a
-    mapping from label to either. `lengths` says what is predicted (`length.attach`), `arrivals` and `alpha` how
-    requests arrive; qps None, with arrivals="trace", keeps the trace's own times, and the column `qps` tells their
-    rate. Runs at one seed share requests, predictions and arrival pattern, whatever the policy, so that they can be
-    compared in pairs. `simulate_options` (instances, engine, cost, control, ...) go to `sim.cluster.simulate`.
+    `trace`: a trace frame, a file for `trace.load`, or a generator ("sharegpt_like", "family:NAME"), which draws
+    `requests` new ones at each seed; otherwise `requests` keeps the first so many, or `sample` says how each seed draws
+    its own (permute, resample). `policies`: names as `policies.parse` takes them, policy objects (also of classes
+    defined in a notebook), or a mapping from label to either. `lengths` says what is predicted (`length.attach`),
+    `arrivals` and `alpha` how requests arrive (default: Poisson, for "family:mixed" its bursts); qps None, with
+    arrivals="trace", keeps the trace's own times, and the column `qps` tells their rate. Runs at one seed share
+    requests, predictions and arrival pattern, whatever the policy, so that they can be compared in pairs.
+    `simulate_options` (instances, engine, cost, control, ...) go to `sim.cluster.simulate`.
 
     What varies here are policies, rates and seeds; `run` varies anything. The other arguments are those of `run`.
     """

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import arrivals_of
 
 from . import identity
 from .settings import members, options_of, policy_of
@@ -93,23 +94,13 @@ def resolve(cell: Cell, sources: Sources) -> Run:
         return Run(
             cell,
             _requests(given, sources),
-            given.get("arrivals") or ("poisson" if given.get("qps") is not None else "trace"),
+            given.get("arrivals") or ("trace" if given.get("qps") is None else arrivals_of(given.get("trace"))),
             given.get("alpha"),
             policy,
             options,
         )
     except InputError as error:
         raise InputError(f"{cell}: {error}") from error
-
-
-def _arrivals(given: Mapping[str, object]) -> str:
-    from astrolabe_lab.families import ARRIVALS
-
-    if (arrivals := given.get("arrivals")) is not None:
-        return arrivals
-    trace = given.get("trace")
-    usual = ARRIVALS.get(trace, "poisson") if isinstance(trace, str) else "poisson"
-    return "trace" if given.get("qps") is None else usual
 
 
 def _requests(given: Mapping[str, object], sources: Sources) -> Requests:

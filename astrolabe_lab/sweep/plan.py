@@ -20,7 +20,7 @@ MANY = 40  # settings that are not timed one by one
 
 
 def grid_of(
-    trace, policies, qps, seeds, *, requests=None, sample="head", lengths="oracle", arrivals="poisson", alpha=None,
+    trace, policies, qps, seeds, *, requests=None, sample="head", lengths="oracle", arrivals=None, alpha=None,
     **simulate_options,
 ) -> Grid:  # fmt: skip
     """The grid that `sweep` is called with."""
@@ -44,9 +44,10 @@ def grid_of(
         [{"qps": rate} for rate in qps],
         [{"seed": seed} for seed in seeds],
     ]
-    given = {"trace": trace, "sample": sample, "lengths": lengths, "arrivals": arrivals, "preset": PRESET}
+    given = {"trace": trace, "sample": sample, "lengths": lengths, "preset": PRESET}
     apart = {name: simulate_options.pop(name) for name in ("compiled", "leaps") if name in simulate_options}
-    optional = {"requests": requests, "alpha": alpha} | keys.flat(simulate_options, "sweep") | apart
+    optional = {"requests": requests, "arrivals": arrivals, "alpha": alpha}
+    optional |= keys.flat(simulate_options, "sweep") | apart
     grid = Grid(axes, given | {name: value for name, value in optional.items() if value is not None})
     grid.check()
     return grid

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from astrolabe_lab import generators
 from astrolabe_lab.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-GENERATORS = ("sharegpt_like", "chat", "documents", "reasoning", "mixed")  # the latter: `families`
+GENERATORS = generators.NAMES
 SAMPLES = ("head", "permute", "resample")
 KEPT = 4  # prepared sets that a process keeps
 
@@ -62,7 +63,12 @@ class Sources:
         if isinstance(trace, pd.DataFrame):
             return trace
         if isinstance(trace, str) and trace in GENERATORS:
-            return draw(trace, count, seed, text=True)
+            return generators.draw(trace, count, seed, text=True)
+        if generators.is_generator(trace):
+            raise InputError(
+                f"trace={trace!r}: a sweep draws from {', '.join(GENERATORS)}; make a file of others first, with "
+                "astrolabe trace make"
+            )
         if not isinstance(trace, (str, Path)):
             raise InputError(f"trace={trace!r} is no file, trace frame or generator ({', '.join(GENERATORS)})")
         key = str(trace), tuple(sorted(loading.items()))
@@ -84,15 +90,6 @@ class Sources:
         return found
 
 
-def draw(generator: str, count: int, seed: int, text: bool = False) -> pd.DataFrame:
-    """The requests that a generator draws, without arrivals."""
-    from astrolabe_lab import families, sharegpt_like
-
-    if generator == "sharegpt_like":
-        return sharegpt_like.generate(count, seed=seed, text=text)
-    return families.generate(generator, count, seed=seed, text=text)
-
-
 _prepared: OrderedDict[Requests, pd.DataFrame] = OrderedDict()
 
 
@@ -111,7 +108,7 @@ def _prepare(requests: Requests, frames: Mapping[str, pd.DataFrame]) -> pd.DataF
     from astrolabe_lab import length, trace
 
     if requests.source in GENERATORS:
-        frame = draw(requests.source, requests.count, requests.seed)
+        frame = generators.draw(requests.source, requests.count, requests.seed, text=False)
     else:
         frame = frames[requests.source]
         count = len(frame) if requests.count is None else requests.count
