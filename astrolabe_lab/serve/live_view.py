@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from astrolabe_lab.objective import objective
+from astrolabe_lab.predictor import Prediction
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.sim.signals import SIGNALS, Signals
 from astrolabe_lab.sim.view import Predictions
