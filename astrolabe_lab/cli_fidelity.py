@@ -16,7 +16,7 @@ UNITS = {"ttft": ("TTFT", "s", 1.0), "tpot": ("TPOT", "ms", 1e3), "latency": ("l
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the options of ``fidelity``."""
-    from astrolabe_lab.cli_simulate import _number
+    from astrolabe_lab.cli_values import number
 
     add = parser.add_argument
     add("--timings", required=True, metavar="DIR", help="layer timings of the model on the GPU")
@@ -24,9 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME|FILE", help="the model's shape: a known name or a config.json (default: the run's)")
     add("--device", metavar="NAME", help="the GPU, for its KV capacity (default: what the run's folder names)")
     add("--engine", default="", metavar="key=value,...", help="engine flags that win over the run's own")
-    add("--host-s", type=_number(), metavar="S", help="host overhead of a step (default: 160e-6, from its source)")
+    add("--host-s", type=number(), metavar="S", help="host overhead of a step (default: 160e-6, from its source)")
     add(
-        "--spread", type=_number(), metavar="SHARE",
+        "--spread", type=number(), metavar="SHARE",
         help="how far a batch of unequal contexts is from the time of its mean to that of its longest "
         "(default: 0.0535, from its source; 0: by the mean alone)",
     )  # fmt: skip
