@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made on first use and brought up to date when the pins change.
-.PHONY: help install run test lab bench vllm lint strip clean
+.PHONY: help install run test lab bench bench-peers vllm lint strip clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -16,6 +16,7 @@ help:
 	@echo "make test     the tests (PYTEST_ARGS='-k engine' for some of them)"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make bench    the speed table"
+	@echo "make bench-peers  Dynamo's replay of the same trace beside ours (Linux)"
 	@echo "make vllm     vLLM's CPU build, for the tests against its own scheduler (3.5 GB)"
 	@echo "make lint     ruff, and notebooks without outputs"
 	@echo "make strip    take the outputs out of the notebooks, before a commit"
@@ -50,6 +51,14 @@ lab: .venv/.installed
 
 bench: .venv/.installed
 	@$(BIN)/python tests/speed.py
+
+bench-peers: .venv/.peers
+	@$(BIN)/python tests/peers.py
+
+.venv/.peers: .venv/.installed
+	@echo "==> installing Dynamo's runtime"
+	@$(PIP) install -c constraints.txt -e '.[dev,peers]'
+	@touch $@
 
 vllm: .venv/.vllm
 

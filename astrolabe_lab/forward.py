@@ -41,42 +41,42 @@ def place(engines, requests, running, batch, done, log, grids, pool, lists, r, p
 
 
 @compiled
-def advance_among(engines, requests, running, batch, done, log, grids, pool, lists, f, start_s, first, target):
-    """Run the engine while more arrive, from start_s on, as foresight f expects: until ``target`` has finished, or
-    with none, all requests before ``first``. The arrivals are handed over in time, a few at once."""
+def advance_among(engines, requests, running, batch, done, log, grids, pool, lists, f, start_s, first, target, most):
+    """Run the engine while more requests arrive, from start_s on, as foresight f expects; they are handed over in time,
+    a few at once, and no more than ``most``. Ends when ``target`` has finished; with none, when all requests have,
+    where none comes after those before ``first`` have finished. Returns how many came."""
     gap_s = spacing_s(f, start_s)
-    most = MOST if gap_s < np.inf else 0
+    if gap_s == np.inf:
+        most = 0
     m = 0
-    while True:
-        until_s = np.inf
+    while m < most and engines[0].stuck == 0:
         for _ in range(min(AT_ONCE, most - m)):
             prompt, output = lengths_of(f, m)
             until_s = start_s + (m + 0.5) * gap_s
             r = first + m
             place(engines, requests, running, batch, done, log, grids, pool, lists, r, prompt, output, output, until_s)
             m += 1
-        if m == most:
-            until_s = np.inf
         kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, 0, until_s, target, True)
-        if m == most or engines[0].stuck == 1:
-            return
         if target != NONE:
             if requests[target].state == FINISHED:
-                return
+                return m
             continue
         unfinished = False
         for r in range(first):
             unfinished |= requests[r].state in (INBOX, WAITING, RUNNING)
         if not unfinished:
-            return
+            break
+    kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, 0, np.inf, target, True)
+    return m
 
 
 @compiled
-def forward(scratch, template, header, rows, pending, newcomer, foresight, metric, extension, out):
-    """Simulate forward until the newcomer (``pending[newcomer]``, or -1 for none) has finished.
+def forward(scratch, template, header, rows, pending, newcomer, foresight, most, metric, extension, out):
+    """Simulate forward until the newcomer (``pending[newcomer]``, or -1 for none) has finished, among at most ``most``
+    later arrivals.
 
     Writes (ttft, e2e, tpot) of the newcomer, in s from its ready time, to out[:3], and the summed finish times of all
-    to out[3] when the metric asks for them. Returns False when the newcomer does not fit.
+    others to out[3] when the metric asks for them. Returns how many came later, -1 when the newcomer does not fit.
     """
     engines, requests, running, batch, done, log, grids, pool, lists = scratch
     restore(engines, requests, running, batch, grids, template, header, rows, extension)
@@ -96,22 +96,19 @@ def forward(scratch, template, header, rows, pending, newcomer, foresight, metri
         )
         if p == newcomer:
             if not fits:
-                return False
+                return -1
             target = r
             if metric == TTFT:
                 requests[r].output = 1  # what follows its first token does not change when that comes
     until = NONE if metric == ADDED_DELAY else target
-    if foresight[0].kind == 0:
-        kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, 0, np.inf, until, True)
-    else:
-        f = foresight[0]
-        at_s = pending[pending.size - 1].ready_s
-        advance_among(engines, requests, running, batch, done, log, grids, pool, lists, f, at_s, known, until)
+    f = foresight[0]
+    at_s = pending[pending.size - 1].ready_s
+    came = advance_among(engines, requests, running, batch, done, log, grids, pool, lists, f, at_s, known, until, most)
     if engines[0].stuck == 1:
-        return False
+        return -1
     total = 0.0
     if metric == ADDED_DELAY:
-        for r in range(known):
+        for r in range(known + came):
             if requests[r].state == FINISHED and r != target:
                 total += requests[r].finished_s
     out[3] = total
@@ -122,7 +119,7 @@ def forward(scratch, template, header, rows, pending, newcomer, foresight, metri
         out[0] = q.first_token_s + frontend_s - ready_s
         out[1] = q.finished_s + frontend_s - ready_s
         out[2] = (q.finished_s - q.first_token_s) / (q.output - 1) if q.output > 1 else 0.0
-    return True
+    return came
 
 
 @compiled
@@ -130,12 +127,13 @@ def predict(scratch, template, header, rows, pending, foresight, metric, extensi
     """Predict for the newcomer, the last of ``pending``; ``out`` (ANSWER numbers) gets its times in s from its ready
     time. Returns False when it does not fit. The scratch state needs room for all rows, pending and MOST."""
     newcomer = pending.size - 1
-    if not forward(scratch, template, header, rows, pending, newcomer, foresight, metric, extension, out):
+    came = forward(scratch, template, header, rows, pending, newcomer, foresight, MOST, metric, extension, out)
+    if came < 0:
         return False
     if metric == ADDED_DELAY:
         others_with = out[3]
         ttft, e2e, tpot = out[0], out[1], out[2]
-        forward(scratch, template, header, rows, pending, -1, foresight, metric, extension, out)
+        forward(scratch, template, header, rows, pending, -1, foresight, came, metric, extension, out)
         out[4] = e2e + others_with - out[3]
         out[0], out[1], out[2] = ttft, e2e, tpot
     if foresight[0].kind & LEARNED != 0 and metric != TTFT:

@@ -94,6 +94,15 @@ def test_k_of_all_equals_full_fan_out():
     assert not one.drop(columns="policy").equals(all_k.drop(columns="policy"))
 
 
+def test_a_blend_begins_at_own_latency_and_ends_at_added_delay():
+    trace = short_trace(300, 60)
+    for weight, metric in ((0, "e2e_s"), (1, "added_delay_s")):
+        blend, alone = (both(f"astrolabe:k=3,metric={m}", trace, engine=TIGHT) for m in (f"blend:{weight}", metric))
+        same(blend, alone, ("policy",))
+    between = both("astrolabe:k=3,metric=blend:0.5", trace, engine=TIGHT)
+    assert (between.instance != blend.instance).any()
+
+
 def test_only_these_have_twins_and_only_under_an_ideal_control_plane():
     assert all(twin.twin_of(policies.parse(policy)) is not None for policy in BLIND + ASTROLABE)
     assert twin.twin_of(Astrolabe(2, lambda p: p.ttft_s)) is None
