@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made on first use and brought up to date when the pins change.
-.PHONY: help install run test lab bench bench-peers vllm lint strip clean
+.PHONY: help install run test lab bench bench-peers length ray vllm lint strip clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -18,6 +18,8 @@ help:
 	@echo "make bench    the speed table"
 	@echo "make bench-peers  Dynamo's replay of the same trace beside ours (Linux)"
 	@echo "make vllm     vLLM's CPU build, for the tests against its own scheduler (3.5 GB)"
+	@echo "make length   PyTorch, transformers, datasets and a small encoder, for length models (1 GB)"
+	@echo "make ray      Ray, to spread sweeps over machines"
 	@echo "make lint     ruff, and notebooks without outputs"
 	@echo "make strip    take the outputs out of the notebooks, before a commit"
 	@echo "make install  only the environment, .venv (PYTHON=python3.12 chooses the Python)"
@@ -55,9 +57,12 @@ bench: .venv/.installed
 bench-peers: .venv/.peers
 	@$(BIN)/python tests/peers.py
 
-.venv/.peers: .venv/.installed
-	@echo "==> installing Dynamo's runtime"
-	@$(PIP) install -c constraints.txt -e '.[dev,peers]'
+length: .venv/.length
+ray: .venv/.ray
+
+.venv/.length .venv/.ray .venv/.peers: .venv/.%: .venv/.installed
+	@echo "==> installing what '$*' needs"
+	@$(PIP) install -c constraints.txt -e '.[dev,$*]'
 	@touch $@
 
 vllm: .venv/.vllm

@@ -12,8 +12,8 @@ from scripted_engine import scripted_engines
 from astrolabe_lab import policies
 from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.instance import Instance
-from astrolabe_lab.serve.prompt_tokens import ByBytes
 from astrolabe_lab.serve.limits import Limits
+from astrolabe_lab.serve.prompt_tokens import ByBytes
 from astrolabe_lab.serve.router import Router
 from astrolabe_lab.sim.config import EngineConfig
 
