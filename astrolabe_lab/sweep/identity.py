@@ -5,6 +5,7 @@ Two runs whose fingerprints are equal give the same numbers; where one differs, 
 
 from __future__ import annotations
 
+import builtins
 import dataclasses
 import hashlib
 import importlib
@@ -181,8 +182,10 @@ def _filled(cell: types.CellType) -> bool:
 
 def _is_own(thing: type | types.FunctionType) -> bool:
     """Whether the user wrote it: it is neither of this package, nor of Python, nor installed."""
-    top = thing.__module__.partition(".")[0]
-    if top == "astrolabe_lab" or top in sys.stdlib_module_names - {"__main__"} or top == "builtins":
+    top = (thing.__module__ or "builtins").partition(".")[0]
+    if top == "builtins":  # also what was made by exec
+        return getattr(builtins, thing.__qualname__, None) is not thing
+    if top == "astrolabe_lab" or top in sys.stdlib_module_names - {"__main__"}:
         return False
     return top == "__main__" or not installed(thing.__module__)
 
