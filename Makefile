@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made on first use and brought up to date when the pins change.
-.PHONY: help install run test lab bench bench-peers length ray vllm lint strip clean
+.PHONY: help install run grid test lab bench bench-peers length ray vllm lint strip clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -9,10 +9,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 STRIP := $(BIN)/nbstripout --keep-id --extra-keys 'metadata.papermill cell.metadata.papermill'
 NOTEBOOKS := 00_tour 02_engine 03_dispatch_sweep
 PYTEST_ARGS ?=
+# The paper's sweep, fan-out apart: 17 rates, 8 policies (and what exact lengths add), 3 seeds, 10,000 requests.
+GRID_QPS := 20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35,36
+GRID_POLICIES := random,round_robin,least_loaded,infaas_c,llumnix_minus_a,po2_requests,astrolabe:k=2,astrolabe:k=4
+GRID_ARGS ?=
 LAB_ARGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
 help:
 	@echo "make run      the first notebooks, then outputs/report.html (under ten minutes on two cores)"
+	@echo "make grid     notebook 03 at the paper's size; goes on where it was ended (GRID_ARGS='trace=T.csv sample=permute')"
 	@echo "make test     the tests (PYTEST_ARGS='-k engine' for some of them)"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make bench    the speed table"
@@ -44,6 +49,11 @@ run: .venv/.installed
 	@echo "==> report"
 	@$(BIN)/astrolabe report outputs --out outputs/report.html
 	@echo "==> done: open $(CURDIR)/outputs/report.html in a browser; 'make lab' for the notebooks themselves"
+
+grid: .venv/.installed
+	@$(BIN)/astrolabe run notebooks/03_dispatch_sweep.ipynb --out outputs/grid --timeout-s 14400 \
+	  qps=$(GRID_QPS) policies=$(GRID_POLICIES) requests=10000 keep_in=outputs/grid_runs $(GRID_ARGS)
+	@echo "==> done: outputs/grid holds the notebook and its frames, outputs/grid_runs every run"
 
 test: .venv/.installed
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

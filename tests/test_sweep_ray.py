@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
@@ -23,7 +24,7 @@ GRID = {
 
 
 class Waits:
-    """Sends everything to the first instance; at seed 0's first request it waits until `go` exists."""
+    """Sends everything to the first instance; tells where each run is, and holds it until `go` exists."""
 
     def __init__(self, folder):
         self.folder = str(folder)
@@ -33,7 +34,7 @@ class Waits:
         if not self.asked:
             self.asked = True
             folder = Path(self.folder)
-            (folder / f"worker.{os.getpid()}").touch()
+            (folder / f"{os.getpid()}.{time.time_ns()}.run").touch()
             while not (folder / "go").exists():
                 time.sleep(0.05)
         return 0
@@ -68,9 +69,14 @@ def cluster():
     import ray
     from ray.cluster_utils import Cluster
 
-    both = Cluster(initialize_head=True, head_node_args=node() | {"include_dashboard": False})
-    both.add_node(**node())
-    both.wait_for_nodes()
+    try:
+        both = Cluster(initialize_head=True, head_node_args=node() | {"include_dashboard": False})
+        both.add_node(**node())
+        both.wait_for_nodes()
+    except Exception as error:
+        if "timed out during startup" not in str(error):
+            raise
+        pytest.fail(f"Ray gave up starting, as it does after 15 s on a machine that is too busy: {error}")
     yield both
     ray.shutdown()
     both.shutdown()
@@ -103,23 +109,21 @@ def test_the_runs_of_a_node_that_dies_are_made_on_another(cluster, tmp_path):
 
     def watch():
         end = time.monotonic() + 120
-        while len(list(tmp_path.glob("worker.*"))) < 3:  # a run on each node
+        while len(runs := list(tmp_path.glob("*.run"))) < 3:  # one on each node
             assert time.monotonic() < end
             time.sleep(0.05)
-        under = {child.pid for child in psutil.Process(second.all_processes["raylet"][0].process.pid).children(True)}
-        lost.extend(int(path.suffix[1:]) for path in tmp_path.glob("worker.*") if int(path.suffix[1:]) in under)
+        raylet = psutil.Process(second.all_processes["raylet"][0].process.pid)
+        there = {child.pid for child in raylet.children(recursive=True)}
+        lost.extend(path for path in runs if int(path.name.partition(".")[0]) in there)
         cluster.remove_node(second, allow_graceful=False)
         (tmp_path / "go").touch()
-
-    import threading
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     rows = sweep.run(grid, tmp_path / "out", on=cluster.address, progress=False)
     watcher.join(60)
-    assert len(lost) == 1, "a run was on the node that died"
-    assert rows.qps.tolist() == [6, 7, 8]
-    assert len(list(tmp_path.glob("worker.*"))) >= 4 or len(rows) == 3
+    assert len(lost) == 1 and len(list(tmp_path.glob("*.run"))) == 4, "one run was lost and made again"
+    pd.testing.assert_frame_equal(measured(rows), measured(sweep.run(grid, workers=1, progress=False)))
 
 
 def test_a_cluster_that_is_not_there_is_said_to_be_so(tmp_path):
