@@ -7,6 +7,7 @@ import dataclasses
 import math
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from astrolabe_lab.cli_requests import add_arrivals, add_loading, load_requests
@@ -59,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost",
         metavar="key=value,...",
         help="step cost: host_s, base_s, per_token_s, per_seq_s, per_kv_token_s, attention_s; a key sets "
-        "both regimes, decode.KEY or mixed.KEY one; keys left out are the preset's, or 0",
+        "both regimes, decode.KEY or mixed.KEY one; keys left out are the preset's, or 0; also pad_sizes=1/2/4/8 "
+        "(CUDA graphs) and frontend_s (delays the client, not the step)",
     )
 
     knows = parser.add_argument_group("what the router knows, and when").add_argument
@@ -94,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     """Replay the trace, write the result, return the record and the table. Raises InputError."""
     from astrolabe_lab import length, policies, result
+    from astrolabe_lab.cost import RangeWarning
     from astrolabe_lab.measure import summarise
     from astrolabe_lab.sim.cluster import LatencyNoise
     from astrolabe_lab.sim.cluster import simulate as replay
@@ -110,17 +113,19 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
         requests = length.attach(requests, args.lengths, seed=args.seed)
 
     began = time.perf_counter()
-    frame = replay(
-        requests,
-        policy,
-        instances=args.instances,
-        engine=engine,
-        cost=cost,
-        control=control,
-        seed=args.seed,
-        latency_noise=latency_noise,
-        progress=_Progress(),
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RangeWarning)  # said already
+        frame = replay(
+            requests,
+            policy,
+            instances=args.instances,
+            engine=engine,
+            cost=cost,
+            control=control,
+            seed=args.seed,
+            latency_noise=latency_noise,
+            progress=_Progress(),
+        )
     wall_s = time.perf_counter() - began
 
     asked = {
@@ -176,7 +181,10 @@ def _engine_and_cost(args):
     known = preset(name) if name is not None else None
     engine = EngineConfig.from_dict(known.engine) if known else EngineConfig()
     cost = StepCost.parse(args.cost or "", base=known.cost if known else None)
-    return EngineConfig.parse(args.engine, base=engine), cost, name
+    engine = EngineConfig.parse(args.engine, base=engine)
+    for line in cost.outside(engine):
+        _log(f"warning: {line}; past it the cost is a guess")
+    return engine, cost, name
 
 
 def _table(args, engine, preset, summary, wall_s, out):

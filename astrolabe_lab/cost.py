@@ -10,11 +10,11 @@ from pathlib import Path
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.grid import Grid, tabulate
-from astrolabe_lab.step_cost import COUNTS, KEYS, REGIMES, RangeWarning, Regime, StepCost
+from astrolabe_lab.step_cost import COUNTS, KEYS, REGIMES, RangeWarning, Regime, StepCost, warn_outside
 
 __all__ = [
     "COUNTS", "KEYS", "REGIMES", "Grid", "Preset", "RangeWarning", "Regime", "StepCost", "preset", "presets",
-    "tabulate",
+    "tabulate", "warn_outside",
 ]  # fmt: skip
 
 

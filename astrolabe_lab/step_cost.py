@@ -12,6 +12,7 @@ prefill chunks of c tokens on kv computed ones.
 
 
 import math
+import warnings
 from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
@@ -116,7 +117,7 @@ class StepCost:
         return np.where(np.isfinite(size), size, sequences)
 
     def outside(self, engine):
-        """Sentences on what steps of an EngineConfig may reach beyond the range that was measured; often none."""
+        """Sentences on what steps of an EngineConfig may reach by 10 % beyond the range measured; often none."""
         most = {
             "decode": {"sequences": engine.max_num_seqs},
             "mixed": {"new_tokens": engine.max_num_batched_tokens, "sequences": engine.max_num_seqs},
@@ -126,7 +127,7 @@ class StepCost:
             f"{regime} steps may have {reached:,} {count.replace('_', ' ')}; the step cost was measured up to {high:g}"
             for regime in REGIMES
             for count, reached in (most[regime] | {"context_tokens": context}).items()
-            if reached > (high := self.fitted.get(regime, {}).get(count, (0, math.inf))[1])
+            if reached > 1.1 * (high := self.fitted.get(regime, {}).get(count, (0, math.inf))[1])
         ]
 
     @classmethod
@@ -213,6 +214,13 @@ class StepCost:
             parts.append(f"frontend_s={self.frontend_s!r}")
         parts += [f"{name}={grid}" for name in GRIDS if (grid := getattr(self, name))]
         return ",".join(parts)
+
+
+def warn_outside(engines):
+    """Give a RangeWarning for what (EngineConfig, StepCost) pairs may reach beyond the range that was measured."""
+    for config, cost in {(id(config), id(cost)): (config, cost) for config, cost in engines}.values():
+        for line in cost.outside(config):
+            warnings.warn(f"{line}; past it the cost is a guess", RangeWarning, stacklevel=3)
 
 
 BESIDE = tuple(f.name for f in fields(StepCost) if f.name not in REGIMES)

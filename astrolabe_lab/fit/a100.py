@@ -10,7 +10,7 @@ from astrolabe_lab.fit.kernels import (
     fit_linear_parts,
     fit_prefill_attention,
 )
-from astrolabe_lab.fit.parts import KNEES, Parts, share_of_peak, step_cost
+from astrolabe_lab.fit.parts import DECODE_KNEES, KNEES, Parts, share_of_peak, step_cost
 from astrolabe_lab.shapes import DEVICES, MODELS, kv_blocks
 
 VIDUR = "microsoft/vidur 7d47513 (MIT): "
@@ -134,7 +134,7 @@ def _decode(name, timings, model, device, per_seq_s=None):
 
 
 def _llama2_7b(name, gpu, model, device, mlp, decoding, per_kv, prefill, *, source, host, per_seq, over, context):
-    decode, mixed = (fit_linear_parts(mlp, knots, model, device) for knots in ((1, VIDUR_BATCH), KNEES))
+    decode, mixed = (fit_linear_parts(mlp, knots, model, device) for knots in (DECODE_KNEES[:4], KNEES))
     share = share_of_peak(model, device, decode)
     blocks = kv_blocks(model, device)
     return Preset(
@@ -148,11 +148,12 @@ def _llama2_7b(name, gpu, model, device, mlp, decoding, per_kv, prefill, *, sour
         "derived: 0.9 of the memory less the weights and 1.15 GiB.",
         derivation={
             "host_s": host,
-            "base_s": f"decode: fitted, {HEAD_NOTE.format(share=share, peak=device.bytes_s / 1e9)}, and the launches "
-            "of attention; mixed: these without the linear parts",
-            "per_token_s": "decode: fitted; mixed: the per-token part of prefill attention",
+            "base_s": f"{HEAD_NOTE.format(share=share, peak=device.bytes_s / 1e9).removeprefix('plus ')}, and the "
+            "launches of attention, fitted",
+            "per_token_s": "mixed: the per-token part of prefill attention, fitted",
+            "decode_grid": "the linear parts, as mixed_grid",
             "mixed_grid": LINEAR_NOTE,
-            "per_seq_s": f"{per_seq}; what the linear parts cost per sequence is in per_token_s",
+            "per_seq_s": f"{per_seq}; what the linear parts cost per sequence is in decode_grid",
             "per_kv_token_s": f"fitted: 524288 bytes a token at {1 / decoding.coefficients[2]:.0%} of "
             f"{device.bytes_s / 1e9:.0f} GB/s; the same in mixed steps, as decodes and prompts were timed apart",
             "attention_s": f"fitted: 524288 FLOPs a query-key pair at {1 / prefill.coefficients[2] / 1e12:.0f} TFLOP/s",

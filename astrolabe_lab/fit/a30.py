@@ -82,8 +82,8 @@ HOST_S = 0.0
 HOST_NOTE = (
     "0, the value that brings llumnix_minus (a) closest to the 31.5 QPS of the Astrolabe paper (P99 TTFT <= 10 s, "
     "n = 10,000, scheduler v0_chunked): it reaches 31.3 as the mean of ten seeds (95 % 31.0..31.6) with the requests "
-    "in the file's order, 30.7 (30.4..30.9) in random order, and 0.85 QPS less for each ms. The 1..4 ms of host overhead "
-    "that Vidur measured on A100 and A40 hosts in 2023-24 are thus not added: the timings leave no room for them"
+    "in the file's order, 30.7 (30.4..30.9) in random order, and 0.85 QPS less for each ms. The 1..4 ms of host "
+    "overhead that Vidur measured on A100 and A40 hosts in 2023-24 are thus not added: the timings leave no room"
 )
 
 

@@ -26,13 +26,13 @@ class LinearParts:
 
     @property
     def base_s(self):
-        """Seconds of a line's zero tokens (two knots)."""
+        """Seconds of zero tokens, on the line through the first two knots."""
         return self.seconds[0] - self.knots[0] * self.per_token_s
 
     @property
     def per_token_s(self):
-        """Seconds a token of a line (two knots)."""
-        return (self.seconds[-1] - self.seconds[0]) / (self.knots[-1] - self.knots[0])
+        """Seconds a token between the first two knots."""
+        return (self.seconds[1] - self.seconds[0]) / (self.knots[1] - self.knots[0])
 
 
 def fit_linear_parts(timings, knots, model, device, tensor_parallel=1):

@@ -10,6 +10,7 @@ from astrolabe_lab.fit.regression import Fit
 from astrolabe_lab.shapes import FP16_BYTES
 
 # GEMM kernels take 64 or 128 rows at a time: the times of matrix products jump past these counts of tokens.
+DECODE_KNEES = (1, 64, 72, 128, 136, 256)
 KNEES = (1, 64, 72, 128, 136, 560, 2048, 4096)
 ALL_REDUCES = 2  # a layer: after attention and after the MLP
 
@@ -18,10 +19,10 @@ ALL_REDUCES = 2  # a layer: after attention and after the MLP
 class Parts:
     """Seconds of one model on one device; attention is of one layer.
 
-    decode and mixed are the LinearParts of the two regimes, decode's a straight line. `decode_attention` has the
-    coefficients launch, sequence, slowness; `per_kv_s` is what a token of context costs. `prefill_attention` has
-    launch, token and operation. `kv_save_s` writes a layer's new keys. Decode attention was timed
-    up to `context_tokens` in all. `all_reduce` (launch, token) or None.
+    decode and mixed are the LinearParts of the two regimes; decode's may be a straight line (two knots).
+    `decode_attention` has the coefficients launch, sequence, slowness; `per_kv_s` is what a token of context costs.
+    `prefill_attention` has launch, token and operation. `kv_save_s` writes a layer's new keys. Decode attention was
+    timed up to `context_tokens` in all. `all_reduce` has launch and token, or is None.
     """
 
     decode: LinearParts
@@ -50,13 +51,14 @@ def step_cost(model, device, parts, tensor_parallel=1, host_s=0.0):
     beside = head + model.layers * (launch + parts.kv_save_s + ALL_REDUCES * reduce_launch)
     reduced = model.layers * ALL_REDUCES * reduce_token
     shared = {"per_seq_s": model.layers * per_seq, "per_kv_token_s": model.layers * parts.per_kv_s, "host_s": host_s}
-    decode = {"base_s": parts.decode.base_s + beside, "per_token_s": parts.decode.per_token_s + reduced}
+    decode = {"base_s": beside, "per_token_s": reduced}
+    if line := len(parts.decode.knots) == 2:
+        decode = {"base_s": parts.decode.base_s + beside, "per_token_s": parts.decode.per_token_s + reduced}
     mixed = {
         "base_s": beside + model.layers * prefill_launch,
         "per_token_s": model.layers * per_chunk_token + reduced,
         "attention_s": model.layers * model.pair_flops / tensor_parallel * per_flop,
     }
-    rows = tuple((short(seconds),) for seconds in parts.mixed.seconds)
     fitted = {
         "decode": {"new_tokens": (parts.decode.knots[0], parts.decode.knots[-1])},
         "mixed": {"new_tokens": (parts.mixed.knots[0], parts.mixed.knots[-1])},
@@ -66,8 +68,12 @@ def step_cost(model, device, parts, tensor_parallel=1, host_s=0.0):
         ranges["context_tokens"] = (0, parts.context_tokens)
     return StepCost(
         rounded(**decode, **shared), rounded(**mixed, **shared),
-        mixed_grid=Grid(parts.mixed.knots, (0.0,), rows), fitted=fitted,
+        decode_grid=None if line else _grid(parts.decode), mixed_grid=_grid(parts.mixed), fitted=fitted,
     )  # fmt: skip
+
+
+def _grid(linear):
+    return Grid(linear.knots, (0.0,), tuple((short(seconds),) for seconds in linear.seconds))
 
 
 def rounded(**coefficients):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from astrolabe_lab import policies
-from astrolabe_lab.cost import StepCost
+from astrolabe_lab.cost import StepCost, warn_outside
 from astrolabe_lab.errors import InputError, check_kind
 from astrolabe_lab.predictor import EXTENSION_TOKENS, check_extension
 from astrolabe_lab.sim import view
@@ -93,6 +93,7 @@ def prepare(
     check_kind("latency_noise", latency_noise, LatencyNoise, "LatencyNoise(common=0.3)")
     check_extension(extension_tokens)
     engines = _engines(instances, engine, cost, predictor_cost)
+    warn_outside(zip(*engines[:2], strict=True))
     _check_policy(policy, instances, "predicted_tokens" in trace)
     return Run(trace, policy, engines, control, faults, seed, latency_noise, extension_tokens, leaps)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from astrolabe_lab.cost import StepCost
+from astrolabe_lab.cost import StepCost, warn_outside
 from astrolabe_lab.errors import InputError, check_kind
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.config import EngineConfig
@@ -61,6 +61,7 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
         cost = preset("llama2-7b-a30").cost
     check_kind("config", config, EngineConfig, "EngineConfig(...)")
     check_kind("cost", cost, StepCost, "StepCost.parse(...)")
+    warn_outside([(config, cost)])
     prompt = trace["prompt_tokens"].to_numpy()
     output = trace["output_tokens"].to_numpy()
     served = ~config.rejects(prompt, output)
