@@ -25,7 +25,8 @@ SEQUENCES = np.array([*range(1, 17), *range(20, 65, 4), *range(80, 257, 16)], fl
 CHUNKS, PREFILL_CONTEXTS = (16, 64, 128, 256, 512, 1024, 2048), (0, 256, 512, 1024, 2048, 4096)
 DECODES, CONTEXTS = (1, 2, 4, 8, 16, 32, 64, 128), (16, 64, 256, 512, 1024, 1536, 2048, 3072, 4096)
 PRODUCTS = {
-    "qkv_proj": "attn_pre_proj", "o_proj": "attn_post_proj", "gate_up_proj": "mlp_up_proj", "down_proj": "mlp_down_proj",
+    "qkv_proj": "attn_pre_proj", "o_proj": "attn_post_proj", "gate_up_proj": "mlp_up_proj",
+    "down_proj": "mlp_down_proj",
 }  # fmt: skip
 
 
@@ -84,7 +85,7 @@ class MadeUpGpu:
         )  # fmt: skip
 
     def write_timings(self, folder, noise=0.02, seed=0):
-        """Write attention.csv, dense.csv and per_sequence.csv, each timing off by a relative normal error; the folder."""
+        """Write attention.csv, dense.csv and per_sequence.csv, each timing off by a relative error; the folder."""
         import pandas as pd
 
         folder, rng = Path(folder), stream(seed, "made-up-timings")

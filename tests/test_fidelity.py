@@ -125,7 +125,8 @@ def test_kv_capacity_is_what_the_run_recorded_or_derived_from_memory_or_given(co
         engine_of(run, shape)
     config, notes = engine_of(run, shape, DEVICES["RTX4090"])
     free = 0.9 * DEVICES["RTX4090"].memory_bytes - shape.weight_bytes - RESERVE_BYTES
-    assert config.num_gpu_blocks == int(free // (16 * 32 * 4096)) == pytest.approx(2588, abs=10), "what vLLM chose there"
+    assert config.num_gpu_blocks == int(free // (16 * 32 * 4096))
+    assert config.num_gpu_blocks == pytest.approx(2588, abs=10), "what vLLM chose there"
     assert "derived" in notes[0]
     config, notes = engine_of(run, shape, overrides="num_gpu_blocks=900,async_scheduling=true")
     assert (config.num_gpu_blocks, config.async_scheduling) == (900, True) and "as given" in notes[0]
@@ -155,6 +156,8 @@ def test_the_noise_of_timings_averages_out(gpu, exact, tmp_path):
 
 # Damaged and foreign files
 
+HEADER = "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us"
+
 
 @pytest.mark.parametrize(
     ("name", "damage", "named"),
@@ -167,8 +170,8 @@ def test_the_noise_of_timings_averages_out(gpu, exact, tmp_path):
         ("dense.csv", "layer,tokens,time_us\nmoe,1,3.5\n", "unknown layer moe; known: layernorm"),
         ("dense.csv", "layer,tokens,time_us\nqkv_proj,1,3.5\n", "lacks o_proj, gate_up_proj, down_proj"),
         ("dense.csv", "layer,tokens,time_us\n", "hold no rows"),
-        ("attention.csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n0,0,1,16,8\n", "no batch with a prefill"),
-        ("attention.csv", "prefill_chunk,kv_prefill,n_decode,kv_decode,time_us\n16,0,1,16,8\n", "that only decodes"),
+        ("attention.csv", f"{HEADER}\n0,0,1,16,8\n", "no batch with a prefill"),
+        ("attention.csv", f"{HEADER}\n16,0,1,16,8\n", "that only decodes"),
         ("attention.csv", "\x00\xff", "attention.csv"),
     ],
 )
@@ -245,7 +248,8 @@ def test_the_command_prints_one_json_object_and_writes_a_row_a_request(exact, tm
     assert cli.main([*words, "--json", "--out", str(tmp_path / "requests.parquet")]) == 0
     record = json.loads(capsys.readouterr().out)
     assert len(record["table"]) == 15 and record["requests"] == 120 and record["preemptions"] == 0
-    assert {"metric", "statistic", "measured_s", "simulated_s", "error_pct", "peer_error_pct"} == set(record["table"][0])
+    columns = {"metric", "statistic", "measured_s", "simulated_s", "error_pct", "peer_error_pct"}
+    assert all(set(row) == columns for row in record["table"])
     assert record["engine"]["num_gpu_blocks"] == 20_000 and record["wall_s"] < 1
     rows = pd.read_parquet(tmp_path / "requests.parquet")
     assert len(rows) == 120 and {"ttft_s", "sim_ttft_s", "sim_latency_s"} <= set(rows)

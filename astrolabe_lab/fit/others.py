@@ -137,8 +137,8 @@ def llama31_8b_rtxpro6000(timings):
             "per_token_s": "decode: fitted likewise",
             "per_seq_s": "mixed: fitted; decode: counted in per_token_s",
             "per_kv_token_s": "decode: fitted to batches of equal contexts. Unequal ones take longer, which astrolabe "
-            "fidelity accounts for and a preset cannot: replaying the 300 measured requests it is 3.9 % low in mean TPOT, "
-            "5.4 % in latency and 9.6 % in TTFT",
+            "fidelity accounts for and a preset cannot: replaying the 300 measured requests it is 3.9 % low in mean "
+            "TPOT, 5.4 % in latency and 9.6 % in TTFT",
             "attention_s": "mixed: fitted",
             "mixed_grid": "fitted: piecewise linear in new tokens and in context, added up",
             "pad_sizes": "vLLM's default CUDA-graph sizes",
