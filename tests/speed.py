@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -142,11 +143,12 @@ def one_engine(requests, repeats, qps=2.33):
         waiting = loaded(frame)
         for r, ready_s in enumerate(frame["arrived_s"].to_numpy()):
             deliver(*waiting, 0, r, ready_s)
-        state = type(waiting)(*(array.copy() for array in waiting))
+        state = type(waiting)(*(copy(array) for array in waiting))
 
         def start_again(state=state, waiting=waiting):
             for array, at_start in zip(state, waiting, strict=True):
-                array[...] = at_start
+                if array is not None:
+                    array[...] = at_start
 
         times = timed(lambda state=state, leaps=leaps: run_to_end(state, leaps), repeats, prepare=start_again)
         steps, tokens = (int(state.engines[count][0]) for count in ("steps", "tokens"))

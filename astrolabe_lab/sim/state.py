@@ -137,8 +137,8 @@ class State(NamedTuple):
     done: np.ndarray  # (N, routers, 2) int64
     log: np.ndarray  # (L,) LOG
     grids: np.ndarray  # (G,) float64
-    pool: np.ndarray  # (B,) BLOCK
-    lists: np.ndarray  # (I,) int32
+    pool: np.ndarray | None  # (B,) BLOCK
+    lists: np.ndarray | None  # (I,) int32
 
 
 def new_state(
@@ -160,8 +160,8 @@ def new_state(
         np.zeros((len(configs), routers, 2), np.int64),
         np.zeros(log_rows, LOG),
         grids,
-        np.zeros(0, BLOCK),
-        np.zeros(0, np.int32),
+        None,
+        None,
     )
 
 
