@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from .errors import InputError
-from .vllm_scheduler import request, scheduler
+from .vllm_scheduler import block_hasher, own_token, request, scheduler
 
 
 def can_never_run(frame, config):
@@ -28,7 +28,8 @@ def can_never_run(frame, config):
 def run_vllm(frame, config, cost, max_steps=None):
     """Return (result frame, step log) of one vLLM engine serving ``frame``.
 
-    ``frame`` has rid, arrived_s, prompt_tokens, output_tokens; ``config`` has the attributes of
+    ``frame`` has rid, arrived_s, prompt_tokens, output_tokens and, for prefix caching, may have prefix_blocks with
+    the attribute prefix_block_tokens (see ``trace``); ``config`` has the attributes of
     ``EngineConfig``; ``cost`` is a ``StepCost``. The result frame, in the order of ``frame``: rid,
     first_token_s, finished_s, generated_tokens, preemptions. The step log has one row per scheduled
     request, in scheduling order: step, start_s, end_s, rid, tokens. Its ``attrs`` hold ``preemptions``
@@ -96,6 +97,8 @@ class _Run:
         if len(self.outcomes) < len(self.frame):
             raise InputError("rid must be unique: number the requests 0..n-1")
         self.scheduler = scheduler(self.config)
+        self.hasher = block_hasher(self.config)
+        self.prefix_block_tokens = self.frame.attrs.get("prefix_block_tokens", 512)
         self._record_preemptions()
 
     def _record_preemptions(self):
@@ -115,7 +118,8 @@ class _Run:
         in_flight, now = deque(), 0.0
         while max_steps is None or len(self.steps) < max_steps:
             while arrivals and arrivals[0].arrived_s <= now:
-                self.scheduler.add_request(request(arrivals.popleft()))
+                row = arrivals.popleft()
+                self.scheduler.add_request(request(row, self.prefix_block_tokens, self.hasher))
             if not self.scheduler.has_requests() and not in_flight:
                 if not arrivals:
                     return
@@ -176,7 +180,7 @@ class _Run:
         model_output = ModelRunnerOutput(
             req_ids=list(batch.samples),
             req_id_to_index={rid: i for i, rid in enumerate(batch.samples)},
-            sampled_token_ids=[[0] if sampled else [] for sampled in batch.samples.values()],
+            sampled_token_ids=[[own_token(rid)] if sampled else [] for rid, sampled in batch.samples.items()],
         )
         began = perf_counter()
         replies = self.scheduler.update_from_output(batch.output, model_output)

@@ -5,22 +5,49 @@ from functools import cache
 from .errors import InputError
 
 
-def request(row):
-    """Return vLLM's request for a trace row: ``max_tokens`` sets its length, its token ids mean nothing."""
+def own_token(rid):
+    """Return a token id that no other request has, nor any listed prefix."""
+    return 2 * int(rid) + 1
+
+
+def prompt_tokens(row, prefix_block_tokens):
+    """Return the token ids of a trace row's prompt, equal between requests where their ``prefix_blocks`` are.
+
+    Each listed id stands for ``prefix_block_tokens`` equal tokens; all others are the request's own.
+    """
+    n = int(row.prompt_tokens)
+    listed = [2 * block for block in getattr(row, "prefix_blocks", ()) for _ in range(prefix_block_tokens)][:n]
+    return listed + [own_token(row.rid)] * (n - len(listed))
+
+
+def block_hasher(config):
+    """Return what hashes a request's full blocks for ``config``, or None where it caches none."""
+    if not config.enable_prefix_caching:
+        return None
+    from vllm.utils.hashing import sha256
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+
+    init_none_hash(sha256)
+    return get_request_block_hasher(config.block_size, sha256)
+
+
+def request(row, prefix_block_tokens, hasher):
+    """Return vLLM's request for a trace row: ``max_tokens`` sets its length; tokens as ``prompt_tokens`` has them."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
     return Request(
         request_id=str(row.rid),
-        prompt_token_ids=[0] * int(row.prompt_tokens),
+        prompt_token_ids=prompt_tokens(row, prefix_block_tokens),
         sampling_params=SamplingParams(max_tokens=int(row.output_tokens), ignore_eos=True),
         pooling_params=None,
         arrival_time=float(row.arrived_s),
+        block_hasher=hasher,
     )
 
 
 def scheduler(config):
-    """Return a stock vLLM scheduler over one full-attention KV cache group, prefix caching off.
+    """Return a stock vLLM scheduler over one full-attention KV cache group.
 
     ``config`` has the attributes of ``EngineConfig``. Raises InputError for settings that vLLM refuses, and
     where vLLM is not installed.
@@ -38,7 +65,7 @@ def scheduler(config):
     try:
         vllm_config = VllmConfig(
             model_config=_model_config(config.max_model_len),
-            cache_config=CacheConfig(block_size=config.block_size, enable_prefix_caching=False),
+            cache_config=CacheConfig(block_size=config.block_size, enable_prefix_caching=config.enable_prefix_caching),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,

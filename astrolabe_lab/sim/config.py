@@ -10,7 +10,6 @@ SCHEDULERS = ("v1", "v0_chunked", "v0_prefill_first")
 
 # Engine arguments of vLLM that change its schedule and that this engine does not model: refused when switched on.
 UNMODELLED = {
-    "enable_prefix_caching": "prefix caching (it changes schedules even without shared prompts)",
     "speculative_config": "speculative decoding",
     "max_num_partial_prefills": "concurrent partial prefills",
     "max_long_partial_prefills": "concurrent partial prefills",
@@ -23,6 +22,7 @@ UNMODELLED = {
     "scheduling_policy": "priority scheduling (requests are served first come, first served)",
     "policy": "priority scheduling (requests are served first come, first served)",
 }
+FLAGS = ("enable_chunked_prefill", "async_scheduling", "enable_prefix_caching")
 _OFF = {"", "0", "false", "no", "off", "none", "fcfs", "recompute"}
 
 
@@ -35,7 +35,8 @@ class EngineConfig:
     paper's Llama-2-7B on one A30 (1056 blocks of 16 tokens, batch 48, chunk 512).
 
     ``scheduler``: ``v1`` is vLLM V1's default scheduler, step by step; ``v0_chunked`` and ``v0_prefill_first`` are
-    the two of vLLM 0.7, whose watermark is 1 % unless given. Raises InputError on values that vLLM refuses.
+    the two of vLLM 0.7, whose watermark is 1 % unless given. ``enable_prefix_caching`` is off unless given, as in the
+    paper; vLLM V1's own default is on. Raises InputError on values that vLLM refuses.
     """
 
     max_num_seqs: int = 48
@@ -47,6 +48,7 @@ class EngineConfig:
     watermark: float | None = None
     async_scheduling: bool = False
     scheduler: str = "v1"
+    enable_prefix_caching: bool = False
 
     def __post_init__(self):
         if self.scheduler not in SCHEDULERS:
@@ -67,7 +69,7 @@ class EngineConfig:
             raise InputError(f"engine: watermark={self.watermark!r} must be in [0, 1), a fraction of the KV blocks")
         if self.enable_chunked_prefill is None:
             object.__setattr__(self, "enable_chunked_prefill", self.scheduler != "v0_prefill_first")
-        for name in ("enable_chunked_prefill", "async_scheduling"):
+        for name in FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"engine: {name}={getattr(self, name)!r} must be true or false")
         if self.scheduler == "v0_chunked" and not self.enable_chunked_prefill:
@@ -76,6 +78,11 @@ class EngineConfig:
             raise InputError("engine: scheduler=v0_prefill_first has no chunked prefill; for it use v0_chunked")
         if self.async_scheduling and self.scheduler != "v1":
             raise InputError(f"engine: async_scheduling is vLLM V1's; scheduler={self.scheduler} has none")
+        if self.enable_prefix_caching and self.scheduler != "v1":
+            raise InputError(
+                f"engine: enable_prefix_caching is modelled as vLLM V1 has it; scheduler={self.scheduler} had another "
+                "block allocator, and it was off there by default"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InputError(
                 f"engine: max_num_batched_tokens={self.max_num_batched_tokens} must be at least "
@@ -161,7 +168,7 @@ def _pairs(text: str) -> dict[str, str]:
 def _typed(key: str, value):
     if not isinstance(value, str) or key == "scheduler":
         return value
-    if key in ("enable_chunked_prefill", "async_scheduling"):
+    if key in FLAGS:
         low = value.lower()
         if low in ("true", "1", "yes", "on"):
             return True

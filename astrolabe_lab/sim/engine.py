@@ -8,6 +8,7 @@ from astrolabe_lab.cost import StepCost, warn_outside
 from astrolabe_lab.errors import InputError, check_kind
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.sim.prefixes import with_pools
 from astrolabe_lab.sim.state import FINISHED, INBOX, NONE, REJECTED, RUNNING, WAITING, State, new_state
 
 __all__ = ["EngineConfig", "run_one", "load_requests", "EngineStuckError"]
@@ -72,7 +73,7 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
             f"{MOST_LOG_ROWS:,}; give fewer or shorter requests, or log=False"
         )
     while True:
-        state = new_state([config], [cost], len(trace), log_rows=rows)
+        state = with_pools(new_state([config], [cost], len(trace), log_rows=rows), trace)
         load_requests(state, prompt, output)
         for r, ready_s in enumerate(trace["arrived_s"].to_numpy()):
             kernel.deliver(*state, 0, r, ready_s)

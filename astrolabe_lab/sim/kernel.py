@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from astrolabe_lab.sim.caching import clear_pool
 from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.queues import deliver, first_in_line, next_in_line, take_inbox, tell_router
 from astrolabe_lab.sim.schedule import complete, schedule, write_log
@@ -72,15 +73,17 @@ def run_until(engines, requests, running, batch, done, log, grids, pool, lists, 
                 arrival_s = requests[e.inbox_head].ready_s
             end_s = e.end_s[slot]
             if end_s < until_s and end_s < arrival_s:
-                if leaps and e.quiet > 2 and min(until_s, arrival_s) - end_s > 2.0 * (end_s - e.start_s[slot]):
+                counted = e.pool_at == NONE  # blocks are alike; else each one taken or freed is a certain one
+                long = min(until_s, arrival_s) - end_s > 2.0 * (end_s - e.start_s[slot])
+                if leaps and long and e.quiet > 2 and counted:
                     if leap(engines, requests, running, grids, i, until_s, arrival_s) > 0:
                         continue
-                if e.free_blocks > e.n_running and (e.quiet > 0 or (e.depth == 1 and e.n_waiting == 0)):
+                if e.free_blocks > e.n_running and (e.quiet > 0 or (e.depth == 1 and e.n_waiting == 0 and counted)):
                     if log.size > 0:
                         # to show who waits
                         take_inbox(engines, requests, running, batch, done, log, grids, pool, lists, i, end_s)
                     if e.quiet > 0:
-                        steady_step(engines, requests, running, grids, i)
+                        steady_step(engines, requests, running, grids, pool, lists, i)
                     else:
                         finishing_step(engines, requests, running, batch, done, grids, i)
                         if target != NONE and requests[target].state == FINISHED:
@@ -120,6 +123,7 @@ def stop(engines, requests, running, batch, done, log, grids, pool, lists, i, no
         q.previous = NONE
         q.next = NONE
         q.blocks = 0
+        q.shared = 0
         q.computed = 0
         q.placeholders = 0
         q.in_flight = 0
@@ -142,6 +146,9 @@ def stop(engines, requests, running, batch, done, log, grids, pool, lists, i, no
     e.inbox_tail = NONE
     e.n_in_flight = 0
     e.free_blocks = e.usable_blocks
+    if pool is not None:
+        if e.pool_at != NONE:
+            clear_pool(e, pool, lists)
     e.steady = 0
     e.stalled = 0
     e.now_s = now_s

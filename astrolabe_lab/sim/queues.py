@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from astrolabe_lab.sim.caching import release_preempted
 from astrolabe_lab.sim.compiled import blocks_of, compiled
 from astrolabe_lab.sim.state import INBOX, NONE, REJECTED, WAITING
 
@@ -116,8 +117,7 @@ def preempt_last(engines, requests, running, batch, done, log, grids, pool, list
     e.n_running -= 1
     r = running[i, e.n_running]
     q = requests[r]
-    e.free_blocks += q.blocks
-    q.blocks = 0
+    release_preempted(e, pool, lists, q)
     q.lost = q.computed - q.in_flight
     q.computed = 0
     q.placeholders = 0

@@ -18,6 +18,7 @@ from astrolabe_lab.sim.asking import Asking
 from astrolabe_lab.sim.engine import check_progress, load_requests, outcomes
 from astrolabe_lab.sim.faults import Faults
 from astrolabe_lab.sim.knowledge import Knowledge
+from astrolabe_lab.sim.prefixes import with_pools
 from astrolabe_lab.sim.state import FAILED, NONE, new_state
 from astrolabe_lab.sim.status import ROW
 
@@ -51,7 +52,7 @@ class Run:
         self.control = control
         self.leaps = leaps
         self.arrived = trace["arrived_s"].to_numpy(dtype=np.float64)
-        self.state = new_state(configs, costs, len(trace), control.routers)
+        self.state = with_pools(new_state(configs, costs, len(trace), control.routers), trace)
         predicted = trace["predicted_tokens"].to_numpy() if "predicted_tokens" in trace else None
         load_requests(self.state, trace["prompt_tokens"].to_numpy(), trace["output_tokens"].to_numpy(), predicted)
         self.state.requests["router"] = np.arange(len(trace)) % control.routers

@@ -3,6 +3,8 @@
 Reproduces vLLM V1's default scheduler step by step (requests, token counts, order, preemptions), synchronous and
 asynchronous, and the two schedulers of vLLM 0.7. Rules, per scheduler:
 
+With prefix caching (``v1`` only) an admitted request starts after the tokens whose blocks it finds; ``caching.py``.
+
 ``v1``  Running requests first, in order, each up to the token budget; one that finds no block preempts the last of
 the queue, possibly itself. Then, unless something was preempted, waiting requests in order while seats, budget and
 blocks for the whole prompt (plus the watermark, when anything runs) last. Only the blocks of a chunk are taken.
@@ -17,13 +19,16 @@ the queue's head afterwards.
 
 from __future__ import annotations
 
+from astrolabe_lab.sim.caching import adopt, keep_full, look_up, release, take
 from astrolabe_lab.sim.compiled import V0_CHUNKED, V0_PREFILL_FIRST, V1, blocks_of, compiled, step_seconds
 from astrolabe_lab.sim.queues import count_waiting, leave_waiting, preempt_until_free, requeue, tell_router
 from astrolabe_lab.sim.state import FINISHED, NONE, RUNNING
 
 
 @compiled
-def admit(engines, requests, running, batch, done, log, grids, pool, lists, i, slot, n, budget, context, attention):
+def admit(
+    engines, requests, running, batch, done, log, grids, pool, lists, i, slot, n, budget, context, attention, prefills
+):
     """Admit waiting requests in order while seats, budget and blocks last."""
     e = engines[i]
     v1 = e.scheduler == V1
@@ -31,7 +36,9 @@ def admit(engines, requests, running, batch, done, log, grids, pool, lists, i, s
         r = e.waiting_head
         q = requests[r]
         tokens = q.prompt + q.generated
-        new = tokens
+        found, idle = look_up(e, pool, lists, q, r)
+        computed = found * e.block_size
+        new = tokens - computed
         if new > budget:
             if not e.chunked:
                 break
@@ -40,26 +47,29 @@ def admit(engines, requests, running, batch, done, log, grids, pool, lists, i, s
         watermark = e.watermark_blocks
         if v1 and e.n_running == 0:
             watermark = 0
-        if whole + watermark > e.free_blocks:
+        if whole - found + idle + watermark > e.free_blocks:
             break
         leave_waiting(engines, requests, running, batch, done, log, grids, pool, lists, i, r)
-        blocks = blocks_of(new, e.block_size) if v1 else whole
-        e.free_blocks -= blocks
-        q.blocks = blocks
+        adopt(e, pool, lists, q, found, idle)
+        take(e, pool, lists, q, (blocks_of(computed + new, e.block_size) if v1 else whole) - found)
+        keep_full(e, pool, lists, q, r, computed + new)
         q.state = RUNNING
         running[i, e.n_running] = r
         e.n_running += 1
         b = batch[i, slot, n]
         b.request = r
         b.tokens = new
-        b.emits = 1 if new == tokens else 0
+        b.emits = 1 if computed + new == tokens else 0
         n += 1
-        q.computed = new
+        q.computed = computed + new
         q.in_flight += new
         q.placeholders += b.emits
         budget -= new
-        attention += 0.5 * new * new
-    return n, budget, context, attention
+        context += computed
+        if new > 1 or computed < q.prompt or b.emits == 0:
+            prefills += 1
+            attention += new * float(computed) + 0.5 * new * new
+    return n, budget, context, attention, prefills
 
 
 @compiled
@@ -78,9 +88,10 @@ def schedule(engines, requests, running, batch, done, log, grids, pool, lists, i
     block_size = e.block_size
     last_position = e.max_model_len - 1
     if e.scheduler == V0_PREFILL_FIRST:
-        n, budget, context, attention = admit(
-            engines, requests, running, batch, done, log, grids, pool, lists, i, slot, 0, budget, context, attention
-        )
+        n, budget, context, attention, prefills = admit(
+            engines, requests, running, batch, done, log, grids, pool, lists,
+            i, slot, 0, budget, context, attention, prefills,
+        )  # fmt: skip
     if n == 0:
         k = 0
         spare = e.free_blocks
@@ -94,9 +105,9 @@ def schedule(engines, requests, running, batch, done, log, grids, pool, lists, i
                 continue
             if computed + 1 == known and computed >= q.prompt and spare > 0:  # a decode that finds its block
                 if computed == q.blocks * block_size:
-                    e.free_blocks -= 1
+                    take(e, pool, lists, q, 1)
                     spare -= 1
-                    q.blocks += 1
+                keep_full(e, pool, lists, q, r, min(computed + 1, q.prompt + q.generated))
                 b = batch[i, slot, n]
                 b.request = r
                 b.tokens = 1
@@ -130,8 +141,9 @@ def schedule(engines, requests, running, batch, done, log, grids, pool, lists, i
                 )
                 if victims == r:
                     break
-            e.free_blocks -= need
-            q.blocks += need
+            if need > 0:
+                take(e, pool, lists, q, need)
+            keep_full(e, pool, lists, q, r, min(computed + new, q.prompt + q.generated))
             b = batch[i, slot, n]
             b.request = r
             b.tokens = new
@@ -149,9 +161,10 @@ def schedule(engines, requests, running, batch, done, log, grids, pool, lists, i
                 attention += new * float(computed) + 0.5 * new * new
         admitted_from = n
         if e.scheduler == V0_CHUNKED or (v1 and victims == NONE):
-            n, budget, context, attention = admit(
-                engines, requests, running, batch, done, log, grids, pool, lists, i, slot, n, budget, context, attention
-            )
+            n, budget, context, attention, prefills = admit(
+                engines, requests, running, batch, done, log, grids, pool, lists,
+                i, slot, n, budget, context, attention, prefills,
+            )  # fmt: skip
     admitted = n - admitted_from
     if victims != NONE:
         requeue(engines, requests, running, batch, done, log, grids, pool, lists, i, victims)
@@ -160,7 +173,7 @@ def schedule(engines, requests, running, batch, done, log, grids, pool, lists, i
     if n == 0:
         return 0
     tokens = e.max_num_batched_tokens - budget
-    regime = 1 if prefills + admitted > 0 else 0
+    regime = 1 if prefills > 0 else 0
     start = e.now_s
     if e.n_in_flight > 0:
         start = e.end_s[e.oldest]
@@ -230,14 +243,15 @@ def complete(engines, requests, running, batch, done, log, grids, pool, lists, i
         else:
             q.placeholders -= 1
             q.generated += 1
+            if e.depth == 2:
+                keep_full(e, pool, lists, q, b.request, q.computed - q.placeholders)
         if q.generated == 1:
             q.first_token_s = t
         if q.generated >= q.output:
             if stale:
                 leave_waiting(engines, requests, running, batch, done, log, grids, pool, lists, i, b.request)
             else:
-                e.free_blocks += q.blocks
-                q.blocks = 0
+                release(e, pool, lists, q)
                 ended += 1
             finish(requests, done, i, b.request, t)
             e.finished += 1

@@ -45,7 +45,14 @@ REQUEST = np.dtype(
         ("ready_s", "f8"),
         ("first_token_s", "f8"),
         ("finished_s", "f8"),
-        ("padding", "i8", (4,)),  # to 128 bytes: a whole number of cache lines
+        # prefix caching; the record has 128 bytes, two cache lines
+        ("prefix_at", "i4"),  # where in State.lists the chains of its listed prefix begin
+        ("listed_tokens", "i4"),  # of its prompt: others may have the same
+        ("reused", "i4"),  # tokens found in the cache, at all its admissions
+        ("seat", "i4"),  # its row in the engine's block tables
+        ("cached", "i4"),  # its leading blocks that are remembered; without a pool, that a waiting one would find
+        ("shared", "i4"),  # without a pool: of its blocks, or of those that it would find, the ones others hold
+        ("kept_until", "i8"),  # without a pool: blocks handed out when the first of these is
     ],
     align=True,
 )
@@ -65,6 +72,8 @@ ENGINE = np.dtype(
         ("max_model_len", "i8"),
         ("chunked", "i8"),
         ("depth", "i8"),  # batches in flight at most: 1, or 2 with asynchronous scheduling
+        ("caching", "i8"),
+        ("prefix_block_tokens", "i8"),
         ("slow_factor", "f8"),  # every step takes this many times its cost
         ("cost", "f8", (2, 6)),
         ("grid", "i8", (2,)),  # where in State.grids the regime's table begins; NONE: it has none
@@ -91,6 +100,15 @@ ENGINE = np.dtype(
         ("steady", "i8"),  # the last schedule() was every running request decoding: the next one will be too
         ("quiet", "i8"),  # steady steps before the first request can finish; -1: not counted yet
         ("stalled", "i8"),  # nothing to schedule before a batch in flight has ended
+        # prefix caching, where it has a pool
+        ("pool_at", "i8"),  # where in State.pool its blocks begin; NONE: it has none
+        ("bucket_mask", "i8"),
+        ("tables_at", "i8"),  # where in State.lists its block tables begin,
+        ("table_width", "i8"),
+        ("seats_at", "i8"),  # and the numbers of their rows, the taken ones first
+        ("seats_taken", "i8"),
+        ("marks", "i8"),
+        ("freed", "i8"),  # without a pool: blocks given back so far
         # counters
         ("steps", "i8"),
         ("tokens", "i8"),
@@ -116,7 +134,19 @@ LOG = np.dtype(
 )
 
 
-BLOCK = np.dtype([("references", "i4")], align=True)
+BLOCK = np.dtype(
+    [
+        ("key", "i8"),  # what it is remembered by; 0: it is not
+        ("references", "i4"),  # requests that hold it
+        ("previous", "i4"),  # among the free ones
+        ("next", "i4"),
+        ("before", "i4"),  # among the remembered ones of its bucket, oldest first
+        ("after", "i4"),
+        ("bucket", "i4"),  # the first block of the bucket that has this block's number
+        ("mark", "i4"),  # scratch
+    ],
+    align=True,
+)
 
 
 class State(NamedTuple):
@@ -124,7 +154,8 @@ class State(NamedTuple):
 
     ``done[i, router]`` counts (requests, priced tokens) that ended at engine i, which is what a router learns from its
     own streams. ``log`` records the steps of a state that holds one engine, where it has room; else it is empty.
-    ``grids`` holds what step costs tabulate, at the offsets in the engines' records.
+    ``grids`` holds what step costs tabulate, ``pool`` the KV blocks of engines with prefix caching and ``lists`` their
+    block tables and the requests' prefixes, all at the offsets in the records.
 
     The kernel takes these arrays one by one, as ``kernel.advance(*state, i, ...)``: loaded from a tuple, numba would
     count references to each in every step.
@@ -137,14 +168,17 @@ class State(NamedTuple):
     done: np.ndarray  # (N, routers, 2) int64
     log: np.ndarray  # (L,) LOG
     grids: np.ndarray  # (G,) float64
-    pool: np.ndarray | None  # (B,) BLOCK
+    pool: np.ndarray | None  # (B,) BLOCK; None: no engine has a pool, and the kernel is compiled without
     lists: np.ndarray | None  # (I,) int32
 
 
 def new_state(
     configs: list[EngineConfig], costs: list[StepCost], n_requests: int, routers: int = 1, log_rows: int = 0
 ) -> State:
-    """Idle engines and ``n_requests`` unborn requests; one configuration and one step cost an engine."""
+    """Idle engines and ``n_requests`` unborn requests; one configuration and one step cost an engine.
+
+    Engines with prefix caching get their pool of blocks from ``prefixes.with_pools``, and count without.
+    """
     engines, grids = new_engines(configs, costs)
     # A Predictor may meet a request twice: in a stale status, and on its way again after an outage.
     seats = min(max(c.max_num_seqs for c in configs), 2 * n_requests + 2)
@@ -204,6 +238,8 @@ def _configure(engine: np.void, config: EngineConfig) -> None:
     ):
         engine[name] = getattr(config, name)
     engine["chunked"] = config.enable_chunked_prefill
+    engine["caching"] = config.enable_prefix_caching
+    engine["pool_at"] = NONE
     engine["depth"] = 2 if config.async_scheduling else 1
     engine["slow_factor"] = 1.0
     engine["free_blocks"] = config.usable_blocks

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from astrolabe_lab.sim.caching import keep_full, take
 from astrolabe_lab.sim.compiled import V1, blocks_of, compiled, grid_seconds, step_seconds
 from astrolabe_lab.sim.schedule import finish
+from astrolabe_lab.sim.state import NONE
 
 
 @compiled
@@ -36,7 +38,7 @@ def turn(e, seconds):
 
 
 @compiled
-def steady_step(engines, requests, running, grids, i):
+def steady_step(engines, requests, running, grids, pool, lists, i):
     """One step of steady decoding: end the oldest batch and schedule the next, request by request."""
     e = engines[i]
     n = e.n_running
@@ -49,6 +51,12 @@ def steady_step(engines, requests, running, grids, i):
         context += computed
         q.computed = computed + 1
         q.generated += 1
+        if pool is not None:
+            if e.pool_at != NONE:
+                if computed + 1 > q.blocks * block_size:
+                    take(e, pool, lists, q, 1)
+                keep_full(e, pool, lists, q, running[i, k], min(computed + 1, q.prompt + q.generated))
+                continue
         if computed + 1 > q.blocks * block_size:
             q.blocks += 1
             taken += 1
@@ -64,7 +72,7 @@ def steady_step(engines, requests, running, grids, i):
 @compiled
 def finishing_step(engines, requests, running, batch, done, grids, i):
     """The step of steady decoding that ends it: some requests finish, the others decode on. Synchronous scheduling,
-    nobody waiting and a free block for every running request, so that nothing else can happen."""
+    nobody waiting, a free block for every running request and no pool, so that nothing else can happen."""
     e = engines[i]
     slot = e.oldest
     end_s = e.end_s[slot]
@@ -80,7 +88,8 @@ def finishing_step(engines, requests, running, batch, done, grids, i):
             finish(requests, done, i, r, end_s)
             q.in_flight = 0
             q.placeholders = 0
-            free += q.blocks
+            free += q.blocks - q.shared
+            e.freed += q.blocks - q.shared
             q.blocks = 0
             e.finished += 1
             continue

@@ -17,14 +17,19 @@ from . import NEEDS_VLLM
 pytestmark = NEEDS_VLLM
 
 WORKLOADS_PER_SETTING = 60
-SETTINGS = [(chunked, asynchronous) for chunked in (True, False) for asynchronous in (False, True)]
+SETTINGS = [
+    (chunked, asynchronous, caching)
+    for caching in (False, True)
+    for chunked in (True, False)
+    for asynchronous in (False, True)
+]
 SECONDS_TOLERANCE = 1e-9
 
 
-def random_workload(seed, chunked=None, asynchronous=None):
+def random_workload(seed, chunked=None, asynchronous=None, caching=None):
     """Return (frame, EngineConfig, cost) drawn from ``seed``: 20-80 requests, mostly more than memory holds.
 
-    The two flags are drawn too unless given. Every request can run. A third of the workloads put arrivals and
+    The three flags are drawn too unless given; with ``caching`` most prompts share prefixes. Every request can run. A third of the workloads put arrivals and
     step ends on one time grid, so that a request often arrives at the very instant at which a step ends.
     """
     rng = np.random.default_rng(seed)
@@ -46,6 +51,7 @@ def random_workload(seed, chunked=None, asynchronous=None):
         enable_chunked_prefill=chunked,
         watermark=float(pick([0.0, 0.01, 0.05, 0.2])),
         async_scheduling=bool(rng.integers(2)) if asynchronous is None else asynchronous,
+        enable_prefix_caching=bool(np.random.default_rng([seed, 1]).integers(2)) if caching is None else caching,
     )
     prompt = 1 + np.floor(rng.beta(1, rng.uniform(0.7, 4), n) * (longest - 1)).astype(int)
     output = 1 + np.floor(rng.beta(1, rng.uniform(0.7, 4), n) * (longest - prompt)).astype(int)
@@ -60,7 +66,25 @@ def random_workload(seed, chunked=None, asynchronous=None):
         scale = [1e-3, 1e-2, 1e-4, 1e-4, 1e-6, 1e-8]
         cost = rng.uniform(0, 1, (2, 6)) * scale
         cost[:, 1] += 1e-3
-    return _arrivals(rng, prompt, output, tick), config, StepCost(*(Regime(*row) for row in cost.tolist()))
+    frame = _arrivals(rng, prompt, output, tick)
+    if config.enable_prefix_caching:
+        _share_prefixes(np.random.default_rng([seed, 2]), frame, block_size)
+    return frame, config, StepCost(*(Regime(*row) for row in cost.tolist()))
+
+
+def _share_prefixes(rng, frame, block_size):
+    """Give the prompts of ``frame`` prefixes from a tree of few branches; some prompts are listed to their end, some
+    not at all, and the listed blocks are smaller, larger or as large as the engine's."""
+    tokens = int(rng.choice([block_size, 1, 3, 2 * block_size, 5, 50]))
+    branches = int(rng.choice([1, 2, 3]))
+    longest = int(frame["prompt_tokens"].max()) // tokens + 2
+    common = rng.integers(branches, size=longest)
+    listed = []
+    for n in rng.integers(0, longest + 1, len(frame)) * (rng.random(len(frame)) < 0.8):
+        strays = rng.random(longest) < rng.choice([0.0, 0.05, 0.5])
+        listed.append(tuple(np.where(strays, rng.integers(branches, size=longest), common)[:n].tolist()))
+    frame["prefix_blocks"] = listed
+    frame.attrs["prefix_block_tokens"] = tokens
 
 
 def _arrivals(rng, prompt, output, tick):
@@ -142,9 +166,9 @@ def _step_text(log, step):
     )
 
 
-def difference_on(seed, chunked=None, asynchronous=None):
+def difference_on(seed, *flags):
     """Return None, or how our engine and vLLM differ on ``random_workload(seed, ...)``."""
-    frame, config, cost = random_workload(seed, chunked, asynchronous)
+    frame, config, cost = random_workload(seed, *flags)
     theirs = oracle.run_vllm(frame, config, cost)
     ours = run_one(frame, config, cost, log=True, leaps=False)
     leapt, _ = run_one(frame, config, cost, log=False, leaps=True)
@@ -156,11 +180,11 @@ def difference_on(seed, chunked=None, asynchronous=None):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("chunked", "asynchronous"), SETTINGS)
-def test_schedule_equals_vllm_step_by_step(chunked, asynchronous):
-    first = WORKLOADS_PER_SETTING * SETTINGS.index((chunked, asynchronous))
+@pytest.mark.parametrize(("chunked", "asynchronous", "caching"), SETTINGS)
+def test_schedule_equals_vllm_step_by_step(chunked, asynchronous, caching):
+    first = WORKLOADS_PER_SETTING * SETTINGS.index((chunked, asynchronous, caching))
     for seed in range(first, first + WORKLOADS_PER_SETTING):
-        difference = difference_on(seed, chunked, asynchronous)
+        difference = difference_on(seed, chunked, asynchronous, caching)
         assert difference is None, difference
 
 
