@@ -17,7 +17,16 @@ from astrolabe_lab.sim.state import FINISHED, INBOX, NONE, RUNNING, WAITING
 AT_ONCE = 16  # assumed arrivals handed over at a time
 ANSWER = 6 + FEATURES  # numbers: TTFT, E2E, TPOT, (scratch), added delay; simulated decode time and its features
 
-PENDING = np.dtype([("ready_s", "f8"), ("prompt", "i4"), ("predicted", "i4")], align=True)
+PENDING = np.dtype(
+    [
+        ("ready_s", "f8"),
+        ("prompt", "i4"),
+        ("predicted", "i4"),
+        ("cached", "i4"),  # its leading blocks that the engine has in its cache
+        ("shared", "i4"),  # of these, those that a running request holds
+    ],
+    align=True,
+)
 
 
 @compiled
@@ -33,6 +42,8 @@ def place(engines, requests, running, batch, done, log, grids, pool, lists, r, p
     q.in_flight = 0
     q.stale = 0
     q.blocks = 0
+    q.cached = 0
+    q.shared = 0
     q.preemptions = 0
     q.router = 0
     q.first_token_s = np.nan
@@ -94,6 +105,9 @@ def forward(scratch, template, header, rows, pending, newcomer, foresight, most,
         fits = place(
             engines, requests, running, batch, done, log, grids, pool, lists, r, prompt, predicted, output, at_s
         )
+        requests[r].cached = pending[p].cached
+        requests[r].shared = pending[p].shared
+        requests[r].kept_until = pending[p].shared - pending[p].cached
         if p == newcomer:
             if not fits:
                 return -1

@@ -92,13 +92,15 @@ class Predictor:
         metric: str | None = None,
         now_s: float | None = None,
         dispatched=(),
+        cached_tokens: int = 0,
     ) -> Prediction:
         """What ``request`` would see if dispatched now.
 
         ``now_s``: when it would reach the engine (default: its arrival, or the status' time if that is later).
         ``dispatched``: what the router has sent there that the status does not show yet, as (ready_s, prompt_tokens,
-        predicted_tokens). ``metric``: one of METRICS, or blend:W, to compute no more than that needs; default: TTFT,
-        E2E and TPOT.
+        predicted_tokens). ``cached_tokens``: leading tokens of its prompt that the engine has cached (it takes whole
+        blocks of them, and computes the last token). ``metric``: one of METRICS, or blend:W, to compute no more than
+        that needs; default: TTFT, E2E and TPOT.
         Raises InputError for a request without predicted length or a status that is not this engine's.
         """
         if request.predicted_tokens < 1:
@@ -109,7 +111,10 @@ class Predictor:
             now_s = max(request.arrived_s, status.taken_s)
         if self.engine.rejects(request.prompt_tokens, request.predicted_tokens):
             return Prediction(False, reason=self._why_not(request))
+        if isinstance(cached_tokens, bool) or not isinstance(cached_tokens, int) or not 0 <= cached_tokens < 2**31:
+            raise InputError(f"cached_tokens={cached_tokens!r} must be a whole number >= 0")
         pending = self._pending([*dispatched, (now_s, request.prompt_tokens, request.predicted_tokens)])
+        pending["cached"][-1] = min(cached_tokens, request.prompt_tokens) // self.engine.block_size
         state = self.scratch(len(status.rows) + len(pending))
         fits = predict(
             state, self.template, status.header, status.rows, pending, self.foresight, code, self.extension_tokens,
@@ -139,7 +144,7 @@ class Predictor:
                     f"dispatch ({ready_s}, {prompt}, {predicted}) must be (finite ready_s, prompt_tokens >= 1, "
                     "predicted_tokens >= 0)"
                 )
-        return np.array([tuple(dispatch) for dispatch in dispatches], PENDING)
+        return np.array([(*dispatch, 0, 0) for dispatch in dispatches], PENDING)
 
     def _why_not(self, request: Request) -> str:
         total = request.prompt_tokens + request.predicted_tokens

@@ -214,7 +214,7 @@ def snapshots_of(frame, count):
     for r, (arrived_s, prompt, output) in enumerate(zip(*columns, strict=True)):
         kernel.advance_all(*state, arrived_s, True)
         if r % every == every - 1:
-            write_status(*state[:4], int(rng.integers(INSTANCES)), arrived_s, header, rows)
+            write_status(*state, int(rng.integers(INSTANCES)), arrived_s, header, rows)
             status = Status(header.copy(), rows[: int(header["n_rows"][0])].copy())
             met.append((status, Request(r, arrived_s, prompt, output)))
         engines = state.engines

@@ -200,8 +200,8 @@ WRONG = {
     "negative cost": ({"cost": "base_s=-1"}, ["base_s"]),
     "unknown engine key": ({"engine": "gpus=8"}, ["'gpus'", "max_num_seqs"]),
     "engine flag not modelled": (
-        {"engine": "enable_prefix_caching=true"},
-        ["enable_prefix_caching", "not modelled"],
+        {"engine": "speculative_config=ngram"},
+        ["speculative_config", "not modelled"],
     ),
     "engine value of a wrong type": ({"engine": "max_num_seqs=many"}, ["max_num_seqs=many"]),
     "unknown noise": ({"latency_noise": "all=1"}, ["--latency-noise", "common=REL"]),

@@ -123,9 +123,13 @@ def test_vllms_default_of_one_partial_prefill_is_taken():
     assert EngineConfig.parse("max_num_partial_prefills=1,max_long_partial_prefills=1") == EngineConfig()
 
 
-def test_prefix_caching_is_refused_with_the_reason():
-    with pytest.raises(InputError, match="prefix caching .*even without shared prompts"):
-        EngineConfig.parse("enable_prefix_caching=true")
+def test_prefix_caching_is_v1s_and_refused_elsewhere_with_the_reason():
+    assert EngineConfig.parse("enable_prefix_caching=true").enable_prefix_caching
+    for scheduler in ("v0_chunked", "v0_prefill_first"):
+        flags = f"scheduler={scheduler},max_num_batched_tokens=4096,enable_prefix_caching="
+        assert not EngineConfig.parse(f"{flags}false").enable_prefix_caching
+        with pytest.raises(InputError, match=f"enable_prefix_caching is modelled as vLLM V1 .* scheduler={scheduler}"):
+            EngineConfig.parse(f"{flags}true")
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ def test_rows_too_few_for_a_status_are_told_and_not_written_past():
     status = engine.status(0.5)
     rows = np.zeros(8, status.rows.dtype)
     rows["prompt"] = -7
-    assert not write_status(*engine.state[:4], 0, 0.5, status.header, rows[:4])
+    assert not write_status(*engine.state, 0, 0.5, status.header, rows[:4])
     assert status.header["n_rows"][0] == 5
     assert (rows["prompt"][4:] == -7).all()
 

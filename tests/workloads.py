@@ -128,7 +128,7 @@ class Engine:
     def status(self, now_s):
         """The engine's Status at ``now_s``, up to which it has been advanced."""
         header, rows = np.zeros(1, HEADER), np.zeros(len(self.trace), ROW)
-        assert write_status(*self.state[:4], 0, now_s, header, rows)
+        assert write_status(*self.state, 0, now_s, header, rows)
         return Status(header, rows[: int(header["n_rows"][0])].copy())
 
     def outcome(self):

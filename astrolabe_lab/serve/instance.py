@@ -83,7 +83,7 @@ class Instance:
             fits = len(running) < seats and blocks <= free
             row = (
                 entry.rid, RUNNING if fits else WAITING, entry.prompt_tokens, max(computed, 0) if fits else 0,
-                entry.streamed, 0, 0, 0, entry.predicted_tokens, blocks if fits else 0, 0,
+                entry.streamed, 0, 0, 0, entry.predicted_tokens, blocks if fits else 0, 0, 0, 0,
             )  # fmt: skip
             if fits:
                 free -= blocks

@@ -81,11 +81,16 @@ class _Publishing:
         rows = self._rows
         blocks = self.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         n = 0
-        for state, queue in ((RUNNING, self.running), (WAITING, self.waiting)):
-            for request in queue:
-                if n < len(rows):
-                    rows[n] = self._row(request, state, len(blocks.get(request.request_id, ())))
-                n += 1
+        seen: set[int] = set()
+        for request in self.running:
+            held = blocks.get(request.request_id, ())
+            if n < len(rows):
+                rows[n] = self._row(request, RUNNING, len(held), 0, self._shared(held, seen))
+            n += 1
+        for request in self.waiting:
+            if n < len(rows):
+                rows[n] = self._row(request, WAITING, 0, *self._cached(request))
+            n += 1
         header = self._header
         header["taken_s"] = time.monotonic() / self._scale
         header["step_started_s"] = self._in_flight[0][0] / self._scale if self._in_flight else np.nan
@@ -95,7 +100,25 @@ class _Publishing:
         header["stalled"] = stalled
         self._writer.write(header, rows[:n])
 
-    def _row(self, request, state: int, blocks: int) -> tuple:
+    def _shared(self, blocks, seen: set[int]) -> int:
+        """How many of a running request's blocks one before it holds too."""
+        shared = 0
+        if self.kv_cache_manager.enable_caching:
+            for block in blocks:
+                if block.ref_cnt > 1:
+                    shared += block.block_id in seen
+                    seen.add(block.block_id)
+        return shared
+
+    def _cached(self, request) -> tuple[int, int]:
+        """(leading blocks of a waiting request in the cache, those of them that running ones hold)."""
+        manager = self.kv_cache_manager
+        if not manager.enable_caching or request.num_computed_tokens > 0:
+            return 0, 0
+        (found,), *_ = manager.coordinator.find_longest_cache_hit(request.block_hashes, request.num_tokens - 1)
+        return len(found), sum(block.ref_cnt > 0 for block in found)
+
+    def _row(self, request, state: int, blocks: int, cached: int, shared: int) -> tuple:
         rid = request.request_id
         named = getattr(request, "astrolabe", None)
         if named is None:
@@ -119,6 +142,8 @@ class _Publishing:
             named[1],
             blocks,
             request.num_preemptions,
+            cached,
+            shared,
         )
 
 

@@ -45,9 +45,9 @@ class Asking:
         self.delay_rng = stream(seed, "delays")
         self.out = np.zeros(ANSWER)
 
-    def begin(self, policy: str, j: int, now_s: float) -> None:
-        """Router j decides at now_s, by the policy of that name."""
-        self.policy, self.j, self.now_s = policy, j, now_s
+    def begin(self, policy: str, j: int, now_s: float, r: int) -> None:
+        """Router j decides on request r at now_s, by the policy of that name."""
+        self.policy, self.j, self.now_s, self.r = policy, j, now_s, r
         self.asked: dict[int, float] = {}
         self.wait_s = 0.0
         self.foresight = self.foresights[j]
@@ -133,9 +133,10 @@ class Asking:
         header, rows = self.knowledge.status(i, self.now_s)
         known = self.knowledge.in_transit(self.j, i, self.now_s, header["taken_s"][0])
         pending = np.zeros(len(known) + 1, PENDING)
-        for row, sent in enumerate(known):
-            pending[row] = sent
-        pending[-1] = (ready_s, request.prompt_tokens, request.predicted_tokens)
+        for row, (sent_ready_s, prompt, predicted, r) in enumerate(known):
+            pending[row] = (sent_ready_s, prompt, predicted, *self.knowledge.cached(i, r))
+        cached = self.knowledge.cached(i, self.r)
+        pending[-1] = (ready_s, request.prompt_tokens, request.predicted_tokens, *cached)
         self.make_room(len(rows) + len(pending))
         template = self.templates[i : i + 1]
         return predict(

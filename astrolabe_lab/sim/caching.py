@@ -211,6 +211,16 @@ def look_up(e, pool, lists, q, r):
 
 
 @compiled
+def look_up_newcomer(engines, requests, pool, at, lists, i, r):
+    """(found, idle) of request r, were it at engine i, as ``find``; the engine's pool, or a copy, is ``pool[at:]``."""
+    if pool is not None:
+        e = engines[i]
+        if e.pool_at != NONE:
+            return find(e, pool, at, lists, requests[r], r)
+    return 0, 0
+
+
+@compiled
 def adopt(e, pool, lists, q, found, idle):
     """Give request q, which is being admitted, the blocks that ``look_up`` has just found."""
     q.blocks = found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from astrolabe_lab.sim import kernel
+from astrolabe_lab.sim.caching import look_up_newcomer
 from astrolabe_lab.sim.observe import observe, reveal
 from astrolabe_lab.sim.signals import SIGNALS, read_signals
 from astrolabe_lab.sim.state import NONE, State
@@ -17,7 +18,7 @@ class Knowledge:
 
     ``sent[i, j]``: (requests, tokens) that router j has dispatched to instance i; with the state's ``done`` its ledger.
     ``unseen[j][i]``: router j's dispatches to i that i's status may not show yet, as (decided_s, ready_s,
-    prompt_tokens, predicted_tokens).
+    prompt_tokens, predicted_tokens, request).
     """
 
     def __init__(self, state: State, control: ControlPlane, leaps: bool):
@@ -29,7 +30,8 @@ class Knowledge:
         self.taken_s = np.zeros(n)
         self.reachable = np.ones(n, np.bool_)
         self.paused: set[int] = set()  # instances whose time stands still
-        self.statuses: list = [None] * n  # (header, rows) where the current state cannot be read
+        self.statuses: list = [None] * n  # (header, rows) where the current state cannot be read,
+        self.pools: list = [None] * n  # and what its cache held then
         self.refreshed_s = -np.inf
         self.sent = np.zeros((n, control.routers, 2), np.int64)
         self.unseen: list[list[list]] = [[[] for _ in range(n)] for _ in range(control.routers)]
@@ -87,6 +89,9 @@ class Knowledge:
         """Take instance i's status, which its Predictor works from until the next one."""
         header, rows = self._write_status(i, now_s)
         self.statuses[i] = (header.copy(), rows.copy())
+        e = self.state.engines[i]
+        if e["pool_at"] != NONE:
+            self.pools[i] = self.state.pool[e["pool_at"] :][: e["usable_blocks"] + 1].copy()
         for unseen in self.unseen:
             unseen[i] = [sent for sent in unseen[i] if sent[1] > now_s]
 
@@ -94,15 +99,25 @@ class Knowledge:
         """(header, rows) of the status that instance i's Predictor has at now_s."""
         return self.statuses[i] or self._write_status(i, now_s)
 
+    def cached(self, i: int, r: int) -> tuple[int, int]:
+        """(leading blocks of request r in instance i's cache, those of them that running requests hold), as of i's
+        status: its Predictor, beside the engine, hashes the prompt and looks."""
+        state = self.state
+        pool, at = state.pool, int(state.engines["pool_at"][i])
+        if self.statuses[i] is not None:
+            pool, at = self.pools[i], 0
+        found, idle = look_up_newcomer(state.engines, state.requests, pool, at, state.lists, i, r)
+        return found, found - idle
+
     def in_transit(self, j: int, i: int, now_s: float, taken_s: float) -> list:
-        """(ready_s, prompt_tokens, predicted_tokens) of router j's dispatches that a status of i, taken at taken_s,
-        does not show."""
+        """(ready_s, prompt_tokens, predicted_tokens, request) of router j's dispatches that a status of i, taken at
+        taken_s, does not show."""
         unseen = self.unseen[j][i]
         if unseen:
             unseen = self.unseen[j][i] = [sent for sent in unseen if sent[1] > taken_s]
         return [sent[1:] for sent in unseen if sent[0] <= now_s]
 
     def _write_status(self, i: int, now_s: float):
-        while not write_status(*self.state[:4], i, now_s, self.header, self.rows):
+        while not write_status(*self.state, i, now_s, self.header, self.rows):
             self.rows = np.zeros(2 * int(self.header["n_rows"][0]), ROW)
         return self.header, self.rows[: int(self.header["n_rows"][0])]

@@ -27,6 +27,7 @@ def restore(engines, requests, running, batch, grids, template, header, rows, ex
     h = header[0]
     e.now_s = h.taken_s
     e.free_blocks = h.free_blocks
+    e.freed = 0
     e.stalled = h.stalled
     e.n_running = h.n_running
     last = NONE
@@ -47,6 +48,9 @@ def restore(engines, requests, running, batch, grids, template, header, rows, ex
         q.generated = row.generated
         q.in_flight = in_flight
         q.blocks = row.blocks
+        q.cached = row.cached
+        q.shared = row.shared
+        q.kept_until = row.shared - row.cached  # as if they were the last in the queue of free blocks
         q.state = row.state
         q.preemptions = row.preemptions
         q.previous = NONE

@@ -156,7 +156,7 @@ class Run:
         router.view.instances = knowledge.healthy
         router.view.signals = knowledge.signals
         request = Request(*self.known[r])
-        asking.begin(self.name, j, now_s)
+        asking.begin(self.name, j, now_s, r)
         chosen = router.policy.choose(request, router.view, router.rng)
         i = knowledge.healthy[view.check_choice(chosen, len(knowledge.healthy), self.name)]
         asking.dispatched(r, i, request)
@@ -166,7 +166,7 @@ class Run:
         decided_s = now_s + asking.wait_s
         ready_s = decided_s + self.control.dispatch_s
         if knowledge.statuses[i] is not None or ready_s > now_s:
-            knowledge.unseen[j][i].append((decided_s, ready_s, request.prompt_tokens, request.predicted_tokens))
+            knowledge.unseen[j][i].append((decided_s, ready_s, request.prompt_tokens, request.predicted_tokens, r))
         if decided_s > now_s:
             self.decision_s[r] += asking.wait_s
             self.at(decided_s, self.DISPATCH, self._send, i, j, tokens)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.sim.caching import count_shared, look_up
 from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.queues import first_in_line, next_in_line
 from astrolabe_lab.sim.state import NONE, RUNNING, WAITING
@@ -44,9 +45,13 @@ ROW = np.dtype(
         ("predicted", "i4"),  # 0: unknown
         ("blocks", "i4"),
         ("preemptions", "i4"),
+        # with prefix caching, else 0
+        ("cached", "i4"),  # of a waiting request: its leading blocks that are in the engine's cache now
+        ("shared", "i4"),  # of these, those that running ones hold; of a running one's blocks, those one before holds
     ],
     align=True,
 )
+OPTIONAL = ("cached", "shared")  # left out of the JSON where they are 0
 
 
 @dataclass
@@ -78,7 +83,10 @@ class Status:
         started = float(self.header["step_started_s"][0])
         names = [n for n in ROW.names if n != "state"]
         requests = [
-            {"state": "running" if row["state"] == RUNNING else "waiting", **{n: int(row[n]) for n in names}}
+            {
+                "state": "running" if row["state"] == RUNNING else "waiting",
+                **{n: int(row[n]) for n in names if row[n] or n not in OPTIONAL},
+            }
             for row in self.rows
         ]
         return json.dumps(
@@ -120,21 +128,22 @@ class Status:
         header["n_rows"] = len(rows)
         for j, request in enumerate(raw["requests"]):
             where = f"status: request {j}"
-            _check_fields(request, ROW.names, where)
+            _check_fields(request, ROW.names, where, OPTIONAL)
             if request["state"] not in ("running", "waiting"):
                 raise InputError(f"{where}: state={request['state']!r:.60} must be running or waiting")
             rows["state"][j] = RUNNING if request["state"] == "running" else WAITING
             for name in ROW.names:
-                if name != "state":
+                if name != "state" and name in request:
                     rows[name][j] = _whole(request[name], f"request {j}: {name}", ROW[name].str)
         header["n_running"] = int((rows["state"] == RUNNING).sum())
         return cls(header, rows)
 
 
-def _check_fields(entries, names, where: str) -> None:
+def _check_fields(entries, names, where: str, optional=()) -> None:
     if not isinstance(entries, dict):
         raise InputError(f"{where} is {entries!r:.60}, not an object of {', '.join(names)}")
-    for problem, found in (("missing", set(names) - set(entries)), ("unknown", set(entries) - set(names))):
+    missing, unknown = set(names) - set(entries) - set(optional), set(entries) - set(names)
+    for problem, found in (("missing", missing), ("unknown", unknown)):
         if found:
             raise InputError(f"{where}: {problem} {', '.join(sorted(found))}; its fields are {', '.join(names)}")
 
@@ -153,7 +162,7 @@ def _whole(value, name: str, kind: str) -> int:
 
 
 @compiled
-def write_status(engines, requests, running, batch, i, now_s, header, rows):
+def write_status(engines, requests, running, batch, done, log, grids, pool, lists, i, now_s, header, rows):
     """Write engine i's status at now_s (up to which it has been advanced). False: ``rows`` is too small, nothing
     usable was written and ``header.n_rows`` says how many are needed."""
     e = engines[i]
@@ -163,12 +172,19 @@ def write_status(engines, requests, running, batch, i, now_s, header, rows):
     h.n_running = e.n_running
     h.stalled = e.stalled
     h.step_started_s = np.nan
+    e.marks += 1
     n = 0
     for k in range(e.n_running):
         n = write_row(requests, running[i, k], RUNNING, rows, n)
+        if n <= rows.size:
+            rows[n - 1].shared = count_shared(e, pool, lists, requests[running[i, k]])
     r = first_in_line(e)
     while r != NONE and (requests[r].state == WAITING or requests[r].ready_s <= now_s):
         n = write_row(requests, r, WAITING, rows, n)
+        if e.caching == 1 and n <= rows.size:
+            found, idle = look_up(e, pool, lists, requests[r], r)
+            rows[n - 1].cached = found
+            rows[n - 1].shared = found - idle
         r = next_in_line(e, requests, r)
     h.n_rows = n
     if n > rows.size:
@@ -208,4 +224,6 @@ def write_row(requests, r, state, rows, n):
     row.predicted = q.predicted
     row.blocks = q.blocks
     row.preemptions = q.preemptions
+    row.cached = 0
+    row.shared = 0
     return n + 1

@@ -14,8 +14,8 @@ from astrolabe_lab.sim.state import RUNNING, WAITING
 
 (
     SOUND, TIMES, COUNTS, ORDER, SEATS, FREE_BLOCKS, STALLED, NEGATIVE, PROMPT, LENGTH, MEMORY, ASYNCHRONOUS, BATCH,
-    EMITS, COMPUTED, IDLE, BLOCKS, NOT_WAITING, STEP,
-) = range(19)  # fmt: skip
+    EMITS, COMPUTED, IDLE, BLOCKS, NOT_WAITING, STEP, CACHED,
+) = range(20)  # fmt: skip
 
 REASONS = {
     TIMES: "taken_s and step_started_s must be finite, and no step starts after the status was taken",
@@ -35,6 +35,7 @@ REASONS = {
     IDLE: "a running request has tokens computed or scheduled, and if none is scheduled, some left to compute",
     BLOCKS: "blocks must hold the tokens computed and scheduled (under V0 the whole prompt)",
     NOT_WAITING: "a waiting request holds no blocks and no computed tokens",
+    CACHED: "cached and shared are for prefix caching, of full blocks that leave the request a token to compute",
     STEP: "step_started_s is given when, and only when, tokens are scheduled now",
 }  # fmt: skip
 
@@ -64,7 +65,7 @@ def find_flaw(template, header, rows):
         flaw = flaw_of(e, row)
         if flaw != SOUND:
             return flaw, j
-        held += row.blocks
+        held += row.blocks if row.state == WAITING else row.blocks - row.shared
         n_now += row.scheduled_now > 0
         n_next += row.scheduled_next > 0
         tokens_now += row.scheduled_now
@@ -86,11 +87,16 @@ def find_flaw(template, header, rows):
 def flaw_of(e, row):
     """The flaw of one row, SOUND if it has none."""
     least = min(row.computed, row.generated, row.scheduled_now, row.scheduled_next)
-    if min(least, row.predicted, row.blocks, row.preemptions) < 0:
+    if min(least, row.predicted, row.blocks, row.preemptions, row.cached, row.shared) < 0:
         return NEGATIVE
     if row.prompt < 1:
         return PROMPT
     known = row.prompt + row.generated
+    most = (known - 1) // e.block_size if e.caching == 1 else 0
+    if row.state == RUNNING and (row.cached > 0 or row.shared > min(row.blocks, most)):
+        return CACHED
+    if row.state == WAITING and (row.cached > most or row.shared > row.cached):
+        return CACHED
     after_now = row.computed + row.scheduled_now
     emits_now = 1 if row.scheduled_now > 0 and after_now == known else 0
     emits_next = 1 if row.scheduled_next > 0 and after_now + row.scheduled_next == known + emits_now else 0

@@ -13,6 +13,7 @@ from astrolabe_lab.forward import ANSWER, PENDING, predict, value_of
 from astrolabe_lab.objective import TTFT, Objective, objective
 from astrolabe_lab.policies import Astrolabe, LeastLoaded, LlumnixMinus, Random, RoundRobin, draw, scores
 from astrolabe_lab.sim import kernel
+from astrolabe_lab.sim.caching import look_up_newcomer
 from astrolabe_lab.sim.compiled import compiled
 from astrolabe_lab.sim.signals import SIGNALS, read_counts
 from astrolabe_lab.sim.state import NONE
@@ -50,13 +51,18 @@ def noisy(value, common, candidate):
 
 
 @compiled
-def ask(engines, requests, running, batch, i, t, r, metric, ask_with, pending, out):
+def ask(
+    engines, requests, running, batch, done, log, grids, pool, lists, i, t, r, metric, ask_with, pending, out
+):  # fmt: skip
     """Predict request r at instance i, ready at t; out as ``predictor.predict``'s. False: it does not fit."""
     scratch, templates, header, rows, foresight, _, extension = ask_with
-    write_status(engines, requests, running, batch, i, t, header, rows)
+    write_status(engines, requests, running, batch, done, log, grids, pool, lists, i, t, header, rows)
+    cached, idle = look_up_newcomer(engines, requests, pool, engines[i].pool_at, lists, i, r)
     pending[0].ready_s = t
     pending[0].prompt = requests[r].prompt
     pending[0].predicted = requests[r].predicted
+    pending[0].cached = cached
+    pending[0].shared = cached - idle
     return predict(scratch, templates[i : i + 1], header, rows, pending, foresight, metric, extension, out)
 
 
@@ -92,7 +98,10 @@ def run(
             for j in range(asked):
                 i = drawn[j]
                 kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, i, t, NONE, leaps)
-                fits = ask(engines, requests, running, batch, i, t, r, metric, ask_with, pending, out)
+                fits = ask(
+                    engines, requests, running, batch, done, log, grids, pool, lists,
+                    i, t, r, metric, ask_with, pending, out,
+                )  # fmt: skip
                 own = candidate * noise_rng.standard_normal() if candidate > 0.0 else 0.0
                 values[j] = np.inf
                 e2e[j] = np.nan

@@ -29,8 +29,9 @@ SECONDS_TOLERANCE = 1e-9
 def random_workload(seed, chunked=None, asynchronous=None, caching=None):
     """Return (frame, EngineConfig, cost) drawn from ``seed``: 20-80 requests, mostly more than memory holds.
 
-    The three flags are drawn too unless given; with ``caching`` most prompts share prefixes. Every request can run. A third of the workloads put arrivals and
-    step ends on one time grid, so that a request often arrives at the very instant at which a step ends.
+    The three flags are drawn too unless given; with ``caching`` most prompts share prefixes. Every request can
+    run. A third of the workloads put arrivals and step ends on one time grid, so that a request often arrives at
+    the very instant at which a step ends.
     """
     rng = np.random.default_rng(seed)
     pick = rng.choice
