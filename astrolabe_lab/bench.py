@@ -95,27 +95,30 @@ async def drive(
         if progress is not None:
             progress(done, len(sent))
 
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client, asyncio.TaskGroup() as group:
-        longest = await _longest(client, url, load.model)
-        bodies = [_body(load, row, longest) for row in trace.itertuples()]
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
+        served = await ask_served(client, url, load.model)
+        if served.time_scale not in (None, load.time_scale):
+            raise InputError(f"time_scale={load.time_scale:g}, but the router's is {served.time_scale:g}: say so too")
+        bodies = [_body(load, row, served.longest) for row in trace.itertuples()]
         begun = time.monotonic()
-        if load.concurrency:
-            waiting = iter(sent)
+        async with asyncio.TaskGroup() as group:
+            if load.concurrency:
+                waiting = iter(sent)
 
-            async def worker():
-                for record in waiting:
-                    record.scheduled_s = (time.monotonic() - begun) / load.time_scale
-                    await one(record, client, begun)
+                async def worker():
+                    for record in waiting:
+                        record.scheduled_s = (time.monotonic() - begun) / load.time_scale
+                        await one(record, client, begun)
 
-            for _ in range(min(load.concurrency, len(sent))):
-                group.create_task(worker())
-        else:
-            for record in sent:
-                left = begun + record.scheduled_s * load.time_scale - time.monotonic()
-                if left > 0:
-                    await asyncio.sleep(left)
-                group.create_task(one(record, client, begun))
-    return _frame(trace, sent, load)
+                for _ in range(min(load.concurrency, len(sent))):
+                    group.create_task(worker())
+            else:
+                for record in sent:
+                    left = begun + record.scheduled_s * load.time_scale - time.monotonic()
+                    if left > 0:
+                        await asyncio.sleep(left)
+                    group.create_task(one(record, client, begun))
+    return _frame(trace, sent, load, served)
 
 
 async def _one(client, url: str, asked: tuple[dict, dict], record: Sent, load: Load, begun: float) -> None:
@@ -154,18 +157,30 @@ def _read_headers(record: Sent, headers) -> None:
     record.decision_s = float(headers.get("X-Astrolabe-Decision-Ms", "nan")) / 1e3
 
 
-async def _longest(client, url: str, model: str) -> int:
-    """The ``max_model_len`` that the server states for the model. Raises InputError where it serves another."""
+@dataclass(frozen=True)
+class Served:
+    """What a server says of itself: ``longest``: its ``max_model_len``; the rest only a router of ours tells."""
+
+    longest: int
+    source: str = "hardware"
+    time_scale: float | None = None
+    policy: str = ""
+    seed: int = 0
+
+
+async def ask_served(client, url: str, model: str) -> Served:
+    """What is served at ``url``. Raises InputError where nothing is, or another model."""
     import aiohttp
 
     try:
         async with client.get(f"{url}/v1/models", timeout=aiohttp.ClientTimeout(total=30)) as answer:
-            served = {entry["id"]: entry.get("max_model_len") for entry in (await answer.json())["data"]}
+            listed = await answer.json()
+            models = {entry["id"]: entry.get("max_model_len") for entry in listed["data"]}
     except (aiohttp.ClientError, TimeoutError, OSError, KeyError, TypeError, ValueError) as error:
         raise InputError(f"url {url!r} does not list its models ({type(error).__name__}: {error}); is it up?") from None
-    if model not in served:
-        raise InputError(f"model {model!r} is not served at {url}; served: {', '.join(served)}")
-    return served[model] or 1 << 20
+    if model not in models:
+        raise InputError(f"model {model!r} is not served at {url}; served: {', '.join(models)}")
+    return Served(models[model] or 1 << 20, **listed.get("astrolabe", {}))
 
 
 def _body(load: Load, row, longest: int) -> tuple[dict, dict]:
@@ -190,7 +205,7 @@ def _body(load: Load, row, longest: int) -> tuple[dict, dict]:
     return body, headers
 
 
-def _frame(trace: pd.DataFrame, sent: list[Sent], load: Load) -> pd.DataFrame:
+def _frame(trace: pd.DataFrame, sent: list[Sent], load: Load, served: Served) -> pd.DataFrame:
     import numpy as np
 
     from astrolabe_lab.result import ordered
@@ -221,6 +236,9 @@ def _frame(trace: pd.DataFrame, sent: list[Sent], load: Load) -> pd.DataFrame:
         predicted_e2e_s=columns["predicted_e2e_s"],
         decision_s=columns["decision_s"],
         status=columns["status"],
+        source=served.source,
+        policy=served.policy,
+        seed=served.seed,
         reason=columns["reason"],
     )
     frame = ordered(frame)

@@ -102,7 +102,16 @@ def _parse(argv):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; building it imports nothing heavy."""
-    from astrolabe_lab import cli_feedback, cli_fidelity, cli_live, cli_simulate, cli_sweep, cli_tag, cli_trace
+    from astrolabe_lab import (
+        cli_bench,
+        cli_feedback,
+        cli_fidelity,
+        cli_live,
+        cli_simulate,
+        cli_sweep,
+        cli_tag,
+        cli_trace,
+    )
 
     parser = Parser(prog="astrolabe", description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"astrolabe-lab {__version__}")
@@ -187,6 +196,9 @@ def build_parser() -> argparse.ArgumentParser:
     cli_live.add_launch(launch)
     route = add("route", cli_live.route, cli_live.ROUTE_SUMMARY, cli_live.ROUTE_EXAMPLE, cli_live.ROUTE_DETAILS)
     cli_live.add_route(route)
+    cli_bench.add_arguments(
+        add("bench", cli_bench.bench, cli_bench.SUMMARY, cli_bench.EXAMPLE, cli_bench.DETAILS)
+    )
 
     add("policies", _policies, "list the dispatch policies and their options", "astrolabe policies")
     return parser

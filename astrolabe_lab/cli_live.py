@@ -151,6 +151,7 @@ def _router(args):
         keep_prompts=args.journal_prompts,
         seed=args.seed,
         name_requests=bool(args.cluster),
+        source=cluster.world if args.cluster else "hardware",
         foresight=foresight,
     )
 

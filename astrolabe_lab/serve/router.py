@@ -50,6 +50,7 @@ class Router:
     keep_prompts: bool = False  # in the journal, so that a length model can be trained anew from it
     api_key: str | None = None
     seed: int = 0
+    source: str = "hardware"  # or emulated: the world that the engines are of
     name_requests: bool = True  # tell the engines rid and predicted length in vllm_xargs
     ask: RemotePredictors | None = None  # None: the instances' own Predictors, in this process
     foresight: Foresight | None = None  # the one that the Predictors in this process were given
@@ -234,7 +235,8 @@ class Router:
             {"id": m, "object": "model", "created": 0, "owned_by": "astrolabe", "max_model_len": longest}
             for m in self.models
         ]
-        return web.json_response({"object": "list", "data": entries})
+        about = {"source": self.source, "time_scale": self.time_scale, "policy": self.policy_name, "seed": self.seed}
+        return web.json_response({"object": "list", "data": entries, "astrolabe": about})
 
     async def healthz(self, http: web.Request) -> web.Response:
         now_s = self.now_s()

@@ -1,0 +1,136 @@
+"""The load generator: one row a request, on schedule, and honest about itself."""
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+
+import numpy as np
+import pandas as pd
+import pytest
+from scripted_engine import scripted_engines
+from test_router import MODEL, routed
+
+from astrolabe_lab import bench, cli
+from astrolabe_lab.errors import InputError
+
+
+def trace_of(n, gap_s, output=5):
+    return pd.DataFrame(
+        {
+            "rid": range(n),
+            "arrived_s": np.arange(n) * gap_s,
+            "prompt_tokens": 10,
+            "output_tokens": output,
+            "predicted_tokens": 9,
+        }
+    )
+
+
+def drive(tmp_path, trace, load, script="ok", **options):
+    async def story():
+        async with scripted_engines(2, **options) as engines, routed(engines, tmp_path / "j") as (router, _, url):
+            for engine in engines:
+                engine.script = script
+            frame = await bench.drive(url, trace, load)
+            return frame, [body for engine in engines for body in engine.seen]
+
+    return asyncio.run(asyncio.wait_for(story(), 60))
+
+
+def test_every_request_has_one_row_and_leaves_on_schedule(tmp_path):
+    trace = trace_of(40, 0.02)
+    frame, seen = drive(tmp_path, trace, bench.Load(MODEL))
+    assert list(frame["rid"]) == list(range(40))
+    assert (frame["status"] == "ok").all()
+    assert (frame["generated_tokens"] == 5).all()
+    assert np.allclose(frame["arrived_s"], trace["arrived_s"])
+    assert (frame["send_late_s"] >= 0).all()
+    assert (frame["e2e_s"] >= frame["ttft_s"]).all()
+    assert (frame["ttft_s"] >= frame["ttft_from_send_s"]).all()
+    assert set(frame["instance"]) == {0, 1}
+    assert all(body["min_tokens"] == body["max_tokens"] == 5 and body["ignore_eos"] for body in seen)
+    assert all(len(body["prompt"]) == 10 for body in seen)
+
+
+def test_the_same_seed_makes_the_same_prompts_and_another_seed_others(tmp_path):
+    def prompts(seed, folder):
+        (tmp_path / folder).mkdir()
+        _, seen = drive(tmp_path / folder, trace_of(6, 0.0), bench.Load(MODEL, seed=seed))
+        return sorted(tuple(body["prompt"]) for body in seen)
+
+    first = prompts(1, "a")
+    assert prompts(1, "b") == first
+    assert len(set(first)) == 6
+    assert prompts(2, "c") != first
+
+
+def test_without_exact_lengths_nothing_that_the_router_reads_tells_the_true_length(tmp_path):
+    _, seen = drive(tmp_path, trace_of(3, 0.0, output=777), bench.Load(MODEL, exact=False, time_scale=1.0))
+    for body in seen:
+        assert body["max_tokens"] == 4096 - 10
+        assert body["vllm_xargs"]["output_tokens"] == 777
+        assert "777" not in json.dumps({k: v for k, v in body.items() if k not in ("vllm_xargs", "prompt")})
+
+
+def test_a_closed_loop_never_has_more_than_its_concurrency_under_way(tmp_path):
+    frame, _ = drive(tmp_path, trace_of(30, 0.0), bench.Load(MODEL, concurrency=3), first_s=0.02)
+    starts, ends = frame["sent_s"].to_numpy(), frame["finished_s"].to_numpy()
+    assert max((starts <= t).sum() - (ends <= t).sum() for t in starts) <= 3
+    assert (frame["status"] == "ok").all()
+
+
+def test_what_fails_has_its_row_and_its_reason(tmp_path):
+    frame, _ = drive(tmp_path, trace_of(4, 0.0), bench.Load(MODEL), script="http:400")
+    assert (frame["status"] == "rejected").all()
+    assert frame["reason"].str.contains("HTTP 400").all()
+    assert frame["ttft_s"].isna().all()
+
+
+def test_a_generator_that_is_late_says_that_its_run_is_invalid(tmp_path):
+    frame, _ = drive(tmp_path, trace_of(10, 0.0), bench.Load(MODEL, ttft_slo_s=1e-9))
+    assert not frame.attrs["validity"]["valid"]
+    assert "left late" in frame.attrs["validity"]["why"][0]
+
+
+def test_a_server_that_is_not_there_and_a_model_that_is_not_served_are_named(tmp_path):
+    with pytest.raises(InputError, match=r"http://127.0.0.1:9.*is it up"):
+        bench.run("http://127.0.0.1:9", trace_of(1, 0.0), bench.Load(MODEL))
+    with pytest.raises(InputError, match="'other' is not served"):
+        drive(tmp_path, trace_of(1, 0.0), bench.Load("other"))
+
+
+@contextmanager
+def serving(path):
+    """A router over scripted engines in a thread of its own; gives its URL."""
+    ready, stop, where = threading.Event(), None, {}
+
+    async def serve():
+        nonlocal stop
+        stop = asyncio.Event()
+        where["loop"] = asyncio.get_running_loop()
+        async with scripted_engines(2) as engines, routed(engines, path) as (_, _, where["url"]):
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield where["url"]
+    finally:
+        where["loop"].call_soon_threadsafe(stop.set)
+        thread.join()
+
+
+def test_the_command_writes_a_result_frame_that_says_where_it_came_from(tmp_path, capsys):
+    out = tmp_path / "r.parquet"
+    with serving(tmp_path / "j") as url:
+        words = ["bench", "--url", url, "--model", MODEL, "--trace", "sharegpt_like", "--requests", "20", "--qps", "200"]
+        assert cli.main([*words, "--lengths", "oracle", "--exact", "--out", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["status"] == {"ok": 20}
+    frame = pd.read_parquet(out)
+    assert set(frame["source"]) == {"hardware"}
+    assert set(frame["policy"]) == {"round_robin"}
+    assert frame.attrs["astrolabe"]["url"].startswith("http://127.0.0.1")
