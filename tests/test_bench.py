@@ -126,8 +126,8 @@ def serving(path):
 def test_the_command_writes_a_result_frame_that_says_where_it_came_from(tmp_path, capsys):
     out = tmp_path / "r.parquet"
     with serving(tmp_path / "j") as url:
-        words = ["bench", "--url", url, "--model", MODEL, "--trace", "sharegpt_like", "--requests", "20", "--qps", "200"]
-        assert cli.main([*words, "--lengths", "oracle", "--exact", "--out", str(out), "--json"]) == 0
+        words = ["bench", "--url", url, "--model", MODEL, "--trace", "sharegpt_like", "--requests", "20"]
+        assert cli.main([*words, "--qps", "200", "--lengths", "oracle", "--exact", "--out", str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["status"] == {"ok": 20}
     frame = pd.read_parquet(out)
