@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 STRIP := $(BIN)/nbstripout --keep-id --extra-keys 'metadata.papermill cell.metadata.papermill'
-NOTEBOOKS := 00_tour 02_engine 03_dispatch_sweep
+NOTEBOOKS := 00_tour 01_traces 02_engine 03_dispatch_sweep
 PYTEST_ARGS ?=
 # The paper's sweep, fan-out apart: 17 rates, 8 policies (and what exact lengths add), 3 seeds, 10,000 requests.
 GRID_QPS := 20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35,36

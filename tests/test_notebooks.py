@@ -18,6 +18,7 @@ from astrolabe_lab.run import run_notebook
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 SMALL = {
     "00_tour": {"requests": 120, "instances": 2, "qps": 4.0},
+    "01_traces": {"requests": 150, "seeds": [0, 1], "instances": 2, "qps": 4.0},
     "02_engine": {"load_requests": 40, "load_seeds": [0, 1], "check_requests": 12},
     "03_dispatch_sweep": {"qps": [6.0, 9.0], "seeds": [0, 1], "requests": 80, "instances": 3},
 }
