@@ -53,8 +53,10 @@ def find(
     stderr. Raises InputError for arguments that are none of these.
     """
     from astrolabe_lab import measure
+    from astrolabe_lab.generators import arrivals_of
     from astrolabe_lab.policies import spec
 
+    sweep_options.setdefault("arrivals", arrivals_of(trace))
     if isinstance(policies, str) or hasattr(policies, "choose"):
         policies = [policies]
     if not isinstance(policies, Mapping):
@@ -152,9 +154,10 @@ def _requests_of(trace):
     """The trace, loaded once, and how many requests it has (None: as many as asked for)."""
     import pandas as pd
 
+    from astrolabe_lab.generators import is_generator
     from astrolabe_lab.trace import load
 
-    if isinstance(trace, str) and trace == "sharegpt_like":
+    if is_generator(trace):
         return trace, None
     frame = trace if isinstance(trace, pd.DataFrame) else load(trace)
     return frame.drop(columns="arrived_s", errors="ignore"), len(frame)

@@ -104,6 +104,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; building it imports nothing heavy."""
     from astrolabe_lab import (
         cli_bench,
+        cli_capacity,
+        cli_compare,
         cli_feedback,
         cli_fidelity,
         cli_live,
@@ -180,6 +182,11 @@ def build_parser() -> argparse.ArgumentParser:
     cli_sweep.add_arguments(
         add("sweep", cli_sweep.sweep, cli_sweep.SUMMARY, cli_sweep.EXAMPLE, cli_sweep.DETAILS)
     )
+
+    for command, module in (("compare", cli_compare), ("capacity", cli_capacity)):
+        module.add_arguments(
+            add(command, getattr(module, command), module.SUMMARY, module.EXAMPLE, module.DETAILS)
+        )
 
     report = add(
         "report",
@@ -284,15 +291,15 @@ def _say(text: str, code: int) -> int:
 
 
 def _one_line_json(record: dict) -> str:
-    return json.dumps(_plain(record), allow_nan=False)
+    return json.dumps(plain(record), allow_nan=False)
 
 
-def _plain(value):
+def plain(value):
     """The value in JSON's own types: NumPy scalars unwrapped, NaN and infinities as null."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if hasattr(value, "item") and callable(value.item):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):

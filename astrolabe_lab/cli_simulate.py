@@ -45,6 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     goes = parser.add_argument_group("where it goes").add_argument
     goes("--policy", required=True, metavar="NAME[:key=value,...]", help="`astrolabe policies` lists them")
     goes("--instances", required=True, type=whole(1), metavar="N", help="number of engines")
+    add_engine(goes)
+    add_knowledge(parser)
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of every random stream (0)")
+    parser.add_argument(
+        "--policy-seed",
+        type=whole(0),
+        metavar="S",
+        help="of the routers' own draws: the same requests under other luck (default: --seed)",
+    )
+    parser.add_argument("--out", required=True, metavar="FILE", help="the result: .parquet, .csv or .csv.gz")
+
+
+def add_engine(goes) -> None:
+    """Give an option group what says which engines run, read by ``engine_and_cost``."""
     goes(
         "--preset",
         metavar="NAME",
@@ -64,6 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "(CUDA graphs) and frontend_s (delays the client, not the step)",
     )
 
+
+def add_knowledge(parser: argparse.ArgumentParser) -> None:
+    """Give the parser what says which delays and errors routers have, read by ``control_plane``."""
     knows = parser.add_argument_group("what the router knows, and when").add_argument
     knows(
         "--delays",
@@ -89,9 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="relative error of predicted latencies: one draw a decision, one an instance",
     )
 
-    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of every random stream (0)")
-    parser.add_argument("--out", required=True, metavar="FILE", help="the result: .parquet, .csv or .csv.gz")
-
 
 def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     """Replay the trace, write the result, return the record and the table. Raises InputError."""
@@ -105,8 +119,8 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     if out.exists() and Path(args.trace).exists() and out.samefile(args.trace):
         raise InputError(f"--out {out} is the trace itself, which the result would replace; give another name")
     policy = policies.parse(args.policy)
-    engine, cost, preset = _engine_and_cost(args)
-    control = _control(args)
+    engine, cost, preset = engine_and_cost(args)
+    control = control_plane(args)
     latency_noise = LatencyNoise(**args.latency_noise)
     requests = load_requests(args, text=False)
     if args.lengths:
@@ -123,14 +137,14 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
             cost=cost,
             control=control,
             seed=args.seed,
+            policy_seed=args.policy_seed,
             latency_noise=latency_noise,
             progress=_Progress(),
         )
     wall_s = time.perf_counter() - began
 
-    asked = {
-        name: getattr(args, name) for name in "trace qps arrivals alpha lengths policy instances seed".split()
-    }
+    named = "trace qps arrivals alpha lengths policy instances seed policy_seed".split()
+    asked = {name: getattr(args, name) for name in named}
     settings = asked | {
         "preset": preset,
         "engine": dataclasses.asdict(engine),
@@ -162,7 +176,8 @@ class _Progress:
             _log(f"{done:,} of {total:,} requests dispatched")
 
 
-def _control(args):
+def control_plane(args):
+    """The ControlPlane of the options that ``add_knowledge`` gave the parser."""
     from astrolabe_lab.sim.world import ControlPlane
 
     base = ControlPlane.paper() if args.delays == "paper" else ControlPlane()
@@ -171,7 +186,8 @@ def _control(args):
     return dataclasses.replace(base, **given)
 
 
-def _engine_and_cost(args):
+def engine_and_cost(args):
+    """(EngineConfig, StepCost, preset name or None) of the options that ``add_engine`` gave the parser."""
     from astrolabe_lab.cost import StepCost, preset
     from astrolabe_lab.sim.config import EngineConfig
 

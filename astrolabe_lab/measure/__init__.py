@@ -17,8 +17,12 @@ from .power import seeds_needed
 from .prediction import load_at_arrival, prediction_error, relative_errors
 from .regime import phases, steady, steady_rates, steady_window, trend, waiting_trend, worst_third
 from .slo import SLO, attainment, goodput, met
+from .upto import up_to
+from .versus import METRICS as COMPARED
+from .versus import compare
 
 __all__ = [
+    "COMPARED",
     "Capacity",
     "KINDS",
     "LATENCIES",
@@ -30,6 +34,7 @@ __all__ = [
     "beside",
     "best_and_undecided",
     "capacity",
+    "compare",
     "crossing",
     "first_above",
     "goodput",
@@ -61,6 +66,7 @@ __all__ = [
     "summarise",
     "t_interval",
     "trend",
+    "up_to",
     "verdicts",
     "waiting_trend",
     "workload",

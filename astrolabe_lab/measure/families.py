@@ -11,13 +11,12 @@ from .intervals import MANY, flips, interval
 
 def holm(p_values: Iterable[float]) -> np.ndarray:
     """Holm's adjusted p-values, in the order given: reject those below alpha, and at most alpha of families with
-    no true difference see any rejected. NaN stays NaN and is counted as a comparison."""
+    no true difference see any rejected. NaN, of a comparison that could not be made, stays NaN."""
     p = np.asarray(list(p_values), float)
-    order = np.argsort(p, kind="stable")  # NaN last
-    adjusted = np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p))))
-    result = np.empty_like(p)
-    result[order] = np.minimum(adjusted, 1.0)
-    return np.where(np.isnan(p), np.nan, result)
+    order = np.argsort(p, kind="stable")[: np.count_nonzero(~np.isnan(p))]  # NaN last
+    result = np.full(len(p), np.nan)
+    result[order] = np.minimum(np.maximum.accumulate(p[order] * np.arange(len(order), 0, -1)), 1.0)
+    return result
 
 
 def simultaneous(differences: pd.DataFrame, level: float = 0.95) -> pd.DataFrame:

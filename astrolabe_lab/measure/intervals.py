@@ -5,6 +5,7 @@ Every function takes the values of independent runs, one a seed; paired runs as 
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from ..errors import InputError
 from .frames import require_columns
 
 MANY = 10  # seeds from which resampling says more than Student's t
-DRAWS = 9999
+DRAWS = 4999
 METHODS = ("auto", "t", "bootstrap", "sign_flip")
 
 
@@ -39,7 +40,10 @@ def interval(values: Iterable[float], level: float = 0.95, method: str = "auto")
     mean = float(values.mean())
     if len(values) == 1 or not np.isfinite(values).all():
         return mean, math.nan, math.nan
-    half = _half_width(values, level, _chosen(method, values))
+    chosen = _chosen(method, values)
+    if chosen == "sign_flip":
+        return mean, _flip_border(values, level, -1.0), _flip_border(values, level, 1.0)
+    half = _half_width(values, level, chosen)
     return mean, mean - half, mean + half
 
 
@@ -109,20 +113,21 @@ def _half_width(values: np.ndarray, level: float, method: str) -> float:
         from scipy import stats
 
         return float(stats.t.ppf((1 + level) / 2, n - 1)) * error
-    if error == 0:
-        return 0.0
-    if method == "bootstrap":
-        return float(np.quantile(_bootstrapped_t(values), level)) * error
-    return _flip_half_width(values, level)
+    return float(np.quantile(_bootstrapped_t(values), level)) * error if error else 0.0
 
 
 def _bootstrapped_t(values: np.ndarray) -> np.ndarray:
     """|t| around the mean of `DRAWS` resamples."""
     n = len(values)
-    drawn = values[np.random.default_rng(0).integers(0, n, (DRAWS, n))]
+    drawn = values[_resamples(n)]
     error = drawn.std(axis=1, ddof=1) / math.sqrt(n)
     smallest = 1e-9 * values.std(ddof=1)  # a resample of one value n times: as far off as it gets
     return np.abs(drawn.mean(axis=1) - values.mean()) / np.maximum(error, smallest)
+
+
+@lru_cache(maxsize=8)
+def _resamples(n: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, n, (DRAWS, n))
 
 
 def flips(n: int) -> np.ndarray:
@@ -133,18 +138,20 @@ def flips(n: int) -> np.ndarray:
     return np.vstack([np.ones(n), drawn])
 
 
-def _flip_half_width(values: np.ndarray, level: float) -> float:
-    """The distance from the mean past which a sign-flip test rejects on both sides."""
-    mean, signs = values.mean(), flips(len(values))
-    low, high = 0.0, 4.0 * float(np.abs(values - mean).max()) * len(values)
+def _flip_border(values: np.ndarray, level: float, side: float) -> float:
+    """The furthest from the mean, on that side, that a sign-flip test of the values does not reject."""
+    mean, signs = float(values.mean()), flips(len(values))
+    near, far = 0.0, 4.0 * float(np.abs(values - mean).max()) * len(values)
 
-    def rejects(shift: float) -> bool:
-        tested = values - mean + shift
+    def rejects(distance: float) -> bool:
+        tested = values - (mean + side * distance)
         return (np.abs(signs @ tested) >= abs(tested.sum()) * (1 - 1e-12)).mean() <= 1 - level
 
-    if not (rejects(high) and rejects(-high)):
-        return math.inf
+    if far == 0:
+        return mean
+    if not rejects(far):
+        return side * math.inf
     for _ in range(50):
-        middle = (low + high) / 2
-        low, high = (low, middle) if rejects(middle) and rejects(-middle) else (middle, high)
-    return high
+        middle = (near + far) / 2
+        near, far = (near, middle) if rejects(middle) else (middle, far)
+    return mean + side * far

@@ -100,10 +100,10 @@ def capacity(
     table = _Table(runs, kind, limit_s)
     low, high = _bracket(table, grid, seeds[:SCOUTS])
     table.add(grid.fine(low, high), seeds)
-    while outside := [seed for seed in seeds if table.needs_lower(seed, low) and low > grid.low]:
+    while outside := [seed for seed in seeds if table.starts_late(seed) and low > grid.low]:
         low, before = grid.below(low), low
         table.add(grid.fine(low, before), outside)
-    while outside := [seed for seed in seeds if table.needs_higher(seed, high) and high < grid.high]:
+    while outside := [seed for seed in seeds if table.never_fails(seed) and high < grid.high]:
         high, before = grid.above(high), high
         table.add(grid.fine(before, high), outside)
     return _found(table, seeds, level)
@@ -168,11 +168,16 @@ class _Table:
         self.rows: dict[tuple[int, float], Mapping] = {}
 
     def add(self, rates: Sequence[float], seeds: Sequence[int]) -> None:
-        """Run the rectangle of these rates and seeds, as far as it has not been."""
-        rates = [rate for rate in rates if any((seed, rate) not in self.rows for seed in seeds)]
-        if not rates:
-            return
-        found = self.runs(rates, list(seeds))
+        """Run these rates at these seeds, as far as they have not been: a rectangle for all that lack the same."""
+        lacking: dict[tuple, list[float]] = {}
+        for rate in rates:
+            lacking.setdefault(tuple(seed for seed in seeds if (seed, rate) not in self.rows), []).append(rate)
+        for those, at in lacking.items():
+            if those:
+                self._run(at, list(those))
+
+    def _run(self, rates: list[float], seeds: list[int]) -> None:
+        found = self.runs(rates, seeds)
         require_columns(found, ("qps", "seed", "n", COLUMN[self.kind], "waiting_growth_rps", "waiting_growth_p"))
         for row in found.to_dict("records"):
             if self.kind == "sustained" and row["n"] < SUSTAINED_REQUESTS:
@@ -195,10 +200,11 @@ class _Table:
     def curve(self, seed: int) -> list[float]:
         return sorted(rate for one, rate in self.rows if one == seed)
 
-    def needs_lower(self, seed: int, low: float) -> bool:
-        return self.fails(seed, low)
+    def starts_late(self, seed: int) -> bool:
+        """True where the seed's first rate is past its capacity already."""
+        return self.fails(seed, self.curve(seed)[0])
 
-    def needs_higher(self, seed: int, high: float) -> bool:
+    def never_fails(self, seed: int) -> bool:
         return not any(self.fails(seed, rate) for rate in self.curve(seed))
 
 

@@ -1,0 +1,189 @@
+"""``astrolabe compare``: two policies on the same requests, beside what chance alone does."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from astrolabe_lab.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SUMMARY = "tell whether B is better than A, from runs on the same requests"
+EXAMPLE = "astrolabe compare A.parquet B.parquet"
+DETAILS = (
+    "A and B are results of `astrolabe simulate`, folders of such results (one for each seed), or sweeps (a folder, or "
+    "its summary.parquet). Runs are paired by rate and seed and must have served the same requests at the same times. "
+    "Each difference is B - A, with an interval, p corrected for the number of rows, and the seeds needed to see a "
+    "difference of 2 %. A/A says how far A lies from itself: on the same requests with other draws of the router "
+    "(luck), and with other arrivals. Results that say how they were made are simulated again for that."
+)
+LUCK_SEED, ARRIVALS_SEED = 1_000_003, 2_000_003  # far from the seeds that people count from 0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Give the parser the options of ``compare``."""
+    parser.add_argument("a", metavar="A", help="the runs compared with: a file or folder")
+    parser.add_argument("b", metavar="B", help="the runs compared: a file or folder")
+    parser.add_argument("--policy-a", metavar="NAME", help="where A holds several policies: which")
+    parser.add_argument("--policy-b", metavar="NAME", help="where B holds several policies: which")
+    parser.add_argument("--again", metavar="FILE", help="A once more, made with another --policy-seed")
+    parser.add_argument("--metrics", metavar="NAME,...", help="columns of the summary (default: the usual ones)")
+    parser.add_argument("--slo", metavar="key=value,...", help="adds goodput: ttft_s, tpot_s, e2e_s, loose_factor")
+    parser.add_argument("--level", type=float, default=0.95, help="of intervals and tests (default: 0.95)")
+    parser.add_argument(
+        "--effect-pct", type=float, default=2.0, metavar="PCT", help="the difference that seeds are counted for (2)"
+    )
+    parser.add_argument("--no-rerun", action="store_true", help="simulate nothing: A/A only from what is given")
+
+
+def compare(args: argparse.Namespace) -> tuple[dict, str]:
+    """Compare the runs; return the record and the table. Raises InputError."""
+    import pandas as pd
+
+    from astrolabe_lab import measure
+
+    slo = measure.SLO.parse(args.slo) if args.slo else None
+    if not (math.isfinite(args.effect_pct) and args.effect_pct > 0):
+        raise InputError(f"--effect-pct {args.effect_pct} is not a number > 0")
+    sides = {name: _load(path, policy) for name, path, policy in _sides(args)}
+    again = {"policy": _joined(_load(args.again, args.policy_a))} if args.again else {}
+    if not args.no_rerun:
+        again = _made_again(sides["A"]) | again
+    metrics = [name.strip() for name in args.metrics.split(",")] if args.metrics else None
+    if slo and metrics is None:
+        metrics = [*measure.COMPARED, "goodput_rps", "goodput_share"]
+    a, b = (_joined(frames) for frames in sides.values())
+    found = measure.compare(a, b, again=again, metrics=metrics, slo=slo, level=args.level, effect_pct=args.effect_pct)
+    names = [str(frame["policy"].iloc[0]) if "policy" in frame else "-" for frame in (a, b)]
+    source = sorted({str(name) for frame in (a, b) if "source" in frame for name in frame["source"].unique()})
+    record = {
+        "a": {"path": args.a, "policy": names[0]},
+        "b": {"path": args.b, "policy": names[1]},
+        "source": ", ".join(source),
+        "seeds": int(found["seeds"].min()),
+        "level": args.level,
+        "effect_pct": args.effect_pct,
+        "metrics": found.where(pd.notna(found), None).to_dict("records"),
+    }
+    return record, _text(found, names, args)
+
+
+def _sides(args):
+    return (("A", args.a, args.policy_a), ("B", args.b, args.policy_b))
+
+
+def _load(path: str, policy: str | None) -> list[pd.DataFrame]:
+    """The frames of a file or folder, of one policy."""
+    import pandas as pd
+
+    path = Path(path)
+    if path.is_dir():
+        if (path / "summary.parquet").is_file():
+            files = [path / "summary.parquet"]
+        else:
+            files = sorted(path.glob("*.parquet"))
+        if not files:
+            raise InputError(f"{path}: no summary.parquet of a sweep and no .parquet results in this folder")
+    elif path.is_file():
+        files = [path]
+    else:
+        raise InputError(f"{path} does not exist: give a result file, a folder of them, or a sweep's folder")
+    frames = []
+    for file in files:
+        try:
+            frame = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file)
+        except Exception as error:
+            raise InputError(f"{file} cannot be read as a result: {error}") from None
+        if policy is not None:
+            if "policy" not in frame or policy not in set(frame["policy"]):
+                has = ", ".join(map(str, frame["policy"].unique())) if "policy" in frame else "none"
+                raise InputError(f"{file} has no policy {policy!r}; it has {has}")
+            about = frame.attrs
+            frame = frame[frame["policy"] == policy]
+            frame.attrs = about
+        frames.append(frame)
+    return frames
+
+
+def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """One frame of all runs; a result made at a rate gets it as a column."""
+    import pandas as pd
+
+    parts = []
+    for frame in frames:
+        rate = frame.attrs.get("astrolabe", {}).get("qps")
+        frame = frame.assign(qps=rate) if rate is not None and "qps" not in frame else frame.copy(deep=False)
+        frame.attrs = {}
+        parts.append(frame)
+    return pd.concat(parts, ignore_index=True)
+
+
+def _made_again(frames: list[pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """A's runs again, as far as they tell how they were made: with other luck, and with other arrivals."""
+    from astrolabe_lab.rerun import can_rerun, rerun
+
+    made: dict[str, list] = {}
+    for kind, shift in (("policy", LUCK_SEED), ("arrivals", ARRIVALS_SEED)):
+        if not all(can_rerun(frame, kind == "arrivals") for frame in frames):
+            continue
+        for frame in frames:
+            about = frame.attrs["astrolabe"]
+            if kind == "arrivals" and about.get("arrivals") == "trace":
+                break
+            line = f"A again, other {'luck' if kind == 'policy' else kind}: {len(frame):,} requests"
+            print(f"astrolabe: {line}, seed {about['seed']}", file=sys.stderr, flush=True)
+            other = {"policy_seed": shift + about["seed"]} if kind == "policy" else {"seed": shift + about["seed"]}
+            again = rerun(frame, **other)
+            again.attrs = dict(frame.attrs)
+            made.setdefault(kind, []).append(again)
+    return {kind: _joined(runs) for kind, runs in made.items() if len(runs) == len(frames)}
+
+
+def _text(found: pd.DataFrame, names: list[str], args) -> str:
+    seeds = int(found["seeds"].min())
+    several = "qps" in found
+    head = f"{'metric':22}" + ("   qps" if several else "")
+    head += f"{'A':>11}{'B':>11}{'B - A':>10}  {f'{args.level:.0%} interval':^18} {'p':>7}  {'winner':10}"
+    head += f"{'A/A luck':^18}{'A/A arrivals':^18}{'seeds':>7}"
+    lines = [f"A: {names[0]} ({args.a})", f"B: {names[1]} ({args.b})", "", head]
+    for row in found.to_dict("records"):
+        line = f"{row['metric']:22}" + (f"{row['qps']:6g}" if several else "")
+        line += f"{_number(row['a']):>11}{_number(row['b']):>11}{_pct(row['pct']):>10}  "
+        line += f"{_span(row['low_pct'], row['high_pct']):^18} {_p(row['p_holm']):>7}  {row['winner']:10}"
+        for kind in ("policy", "arrivals"):
+            low, high = row[f"aa_{kind}_low_pct"], row[f"aa_{kind}_high_pct"]
+            line += f"{_span(low, high) if not math.isnan(low) else _pct(row[f'aa_{kind}_pct']):^18}"
+        needed = row["seeds_needed"]
+        line += f"{'-' if math.isnan(needed) else '>10^6' if math.isinf(needed) else f'{needed:,.0f}':>7}"
+        lines.append(line.rstrip())
+    kinds = ", ".join(dict.fromkeys(found["interval"]))
+    lines += [
+        "",
+        f"{seeds} seed{'s' * (seeds > 1)}; intervals: {kinds}; p corrected for the {len(found)} rows (Holm).",
+        "A/A: A against itself, on the same requests with other draws of the router (luck), and with other arrivals.",
+        f"seeds: needed to see a difference of {args.effect_pct:g} % with 80 % power.",
+    ]
+    if found["aa_policy_pct"].isna().all():
+        lines.append("No A/A row of luck: these files do not tell how to make A again; give --again FILE.")
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def _pct(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:+.1f} %"
+
+
+def _span(low: float, high: float) -> str:
+    return "-" if math.isnan(low) else f"[{low:+.1f}, {high:+.1f}]"
+
+
+def _p(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.3f}" if value >= 0.001 else "<0.001"

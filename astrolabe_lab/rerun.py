@@ -1,0 +1,64 @@
+"""A simulated result made again from what it says about itself: other luck, or other arrivals."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from astrolabe_lab.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+NEEDED = ("policy", "instances", "engine", "cost", "control", "latency_noise", "seed")
+
+
+def can_rerun(results: pd.DataFrame, other_arrivals: bool = False) -> bool:
+    """Whether the frame, as `astrolabe simulate` writes it to Parquet, tells enough to be made again."""
+    about = results.attrs.get("astrolabe", {})
+    known = all(name in about for name in NEEDED) and set(results.get("source", ())) == {"simulated"}
+    return known and (about.get("qps") is not None or not other_arrivals)
+
+
+def rerun(results: pd.DataFrame, policy_seed: int | None = None, seed: int | None = None) -> pd.DataFrame:
+    """The result frame of the same policy and cluster, on the same requests, or at another `seed`.
+
+    `results` is what `astrolabe simulate --out FILE.parquet` wrote and pandas read: its `attrs` hold the settings.
+    `policy_seed` gives the routers other draws. `seed` gives the requests, in another random order, other arrivals
+    of the same kind at the same rate, and the routers other draws. Neither: the same result once more. Raises
+    InputError where the frame does not tell its settings (CSV has no place for them), was not simulated, or
+    kept the trace's own times, of which there are no others.
+    """
+    from astrolabe_lab import policies, trace
+    from astrolabe_lab.arrivals import with_arrivals
+    from astrolabe_lab.cost import StepCost
+    from astrolabe_lab.sim.cluster import ControlPlane, LatencyNoise, simulate
+    from astrolabe_lab.sim.config import EngineConfig
+    from astrolabe_lab.trace_columns import COLUMNS
+
+    about = results.attrs.get("astrolabe", {})
+    if not can_rerun(results, seed is not None):
+        lacks = [name for name in NEEDED if name not in about]
+        why = f"it does not tell {', '.join(lacks)}" if lacks else "it is not simulated, or keeps its trace's own times"
+        raise InputError(f"this result cannot be made again: {why}; results of `astrolabe simulate` in Parquet can")
+    requests = results[[name for name in COLUMNS if name in results]]
+    if seed is not None:
+        kind = about.get("arrivals") or "poisson"
+        if kind == "trace":  # its own times, stretched: any others would be of another kind
+            raise InputError("this result cannot be made again with other arrivals: its times are the trace's own")
+        drawn = trace.sample(requests.drop(columns="arrived_s"), None, seed)
+        requests = with_arrivals(drawn, about["qps"], kind, seed, about.get("alpha"))
+    predict_s = about["control"]["predict_s"]
+    control = ControlPlane(
+        **about["control"] | {"predict_s": tuple(predict_s) if isinstance(predict_s, list) else predict_s}
+    )
+    return simulate(
+        requests,
+        policies.parse(about["policy"]),
+        instances=about["instances"],
+        engine=EngineConfig.from_dict(about["engine"]),
+        cost=StepCost.from_dict(about["cost"]),
+        control=control,
+        latency_noise=LatencyNoise(**about["latency_noise"]),
+        seed=about["seed"] if seed is None else seed,
+        policy_seed=about.get("policy_seed") if policy_seed is None and seed is None else policy_seed,
+    )
