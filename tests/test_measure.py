@@ -9,14 +9,17 @@ from astrolabe_lab.measure import (
     beside,
     best_and_undecided,
     first_above,
+    load_at_arrival,
     over_seeds,
     paired_difference,
+    percentile,
+    prediction_error,
     queue_lengths,
     schedule_differences,
     step_kinds,
     summarise,
-    t_interval,
     verdicts,
+    workload,
 )
 
 
@@ -56,6 +59,80 @@ def test_only_ok_requests_count_in_latency_but_every_status_is_counted():
     assert row.output_tokens_per_s == pytest.approx(2 / 900)
 
 
+def test_percentiles_over_all_count_a_request_that_did_not_end_well_as_infinitely_late():
+    nan = math.nan
+    rows = [(0.0, wait, wait + 1, 2, "ok") for wait in np.linspace(1, 2, 99)]
+    row = summarise(results(*rows, (0.0, nan, nan, 0, "rejected"))).iloc[0]
+    assert row.ttft_p50_all_s == pytest.approx(np.percentile([r[1] for r in rows] + [1e9], 50))
+    assert row.ttft_p99_s == pytest.approx(np.percentile([r[1] for r in rows], 99))
+    assert math.isinf(row.ttft_p99_all_s), "the 99th of a hundred lies between the slowest and the one that never came"
+    two = summarise(results(*rows[:98], (0.0, nan, nan, 0, "failed"), (0.0, 0.1, 0.2, 2, "aborted"))).iloc[0]
+    assert math.isinf(two.e2e_p99_all_s) and two.e2e_p90_all_s < two.e2e_p99_s + 1
+
+
+@pytest.mark.parametrize("missed", [0, 1, 3, 40])
+def test_a_percentile_with_misses_is_numpys_over_the_sorted_values(missed):
+    values = np.random.default_rng(0).exponential(size=40)
+    everything = np.sort(np.r_[values, np.full(missed, 1e12)])
+    for mark in (0, 10, 50, 77.7, 90, 99, 100):
+        expected = np.percentile(everything, mark)
+        found = percentile(values, mark, missed)
+        assert math.isinf(found) if expected > 1e6 else found == pytest.approx(expected)
+
+
+def test_the_normalised_latency_is_e2e_over_tokens():
+    row = summarise(results((0.0, 1.0, 4.0, 4, "ok"), (0.0, 1.0, 3.0, 1, "ok"))).iloc[0]
+    assert row.e2e_per_token_mean_s == pytest.approx((1.0 + 3.0) / 2)
+
+
+def test_preemptions_and_the_requests_they_befell_are_counted():
+    frame = results(*[(0.0, 1.0, 2.0, 2, "ok")] * 3).assign(preemptions=[0, 1, 4])
+    row = summarise(frame).iloc[0]
+    assert (row.preemptions, row.preempted) == (5, 2)
+
+
+def test_the_workload_is_the_same_for_every_policy_and_for_no_other_requests():
+    frame = results((0.0, 1.0, 2.0, 2, "ok"), (1.0, 2.0, 3.0, 2, "ok")).assign(prompt_tokens=5, output_tokens=2)
+    same = frame.assign(policy="q", finished_s=9.0)
+    assert workload(frame) == workload(same)
+    assert workload(frame) != workload(frame.assign(arrived_s=[0.0, 1.1]))
+    assert workload(frame) != workload(frame.assign(output_tokens=[2, 3]))
+
+
+def predicted(errors, **columns):
+    """Requests of 10 s whose E2E was predicted with these relative errors."""
+    frame = results(*[(float(i), i + 1.0, i + 10.0, 5, "ok") for i in range(len(errors))])
+    return frame.assign(predicted_e2e_s=[10 * (1 + error) for error in errors], **columns)
+
+
+def test_the_prediction_error_is_absolute_signed_and_of_what_ended_well():
+    frame = predicted([0.1, -0.3, math.nan, 0.5])
+    frame.loc[3, "status"] = "failed"
+    row = prediction_error(frame).iloc[0]
+    assert (row.predicted, row.mae_pct, row.signed_pct) == pytest.approx((2, 20.0, -10.0))
+    summary = summarise(frame).iloc[0]
+    assert (summary.prediction_mae_pct, summary.prediction_signed_pct) == pytest.approx((20.0, -10.0))
+    with pytest.raises(InputError, match="no request has a predicted_e2e_s"):
+        prediction_error(predicted([math.nan]))
+
+
+def test_the_prediction_error_by_rate_and_by_load():
+    both = pd.concat([predicted([0.1, 0.1], qps=1), predicted([0.5, 0.7], qps=2)])
+    assert prediction_error(both)["mae_pct"].tolist() == pytest.approx([10, 60])
+    loaded = load_at_arrival(predicted([0.0, 0.1, 0.2, 0.3]))
+    assert loaded["in_system"].tolist() == [0, 1, 2, 3]
+    assert prediction_error(loaded, by=["in_system"])["signed_pct"].tolist() == pytest.approx([0, 10, 20, 30])
+    binned = load_at_arrival(predicted([0.0, 0.1, 0.2, 0.3]), bins=[-1, 1, 5])
+    assert prediction_error(binned, by=["in_system"])["predicted"].tolist() == [2, 2]
+
+
+def test_the_load_is_of_the_same_instance_and_run_and_ends_with_the_request():
+    frame = predicted([0.0] * 3, instance=[0, 1, 0]).assign(finished_s=[1.5, 5.0, 5.0])
+    assert load_at_arrival(frame)["in_system"].tolist() == [0, 0, 0]
+    assert load_at_arrival(frame.assign(finished_s=9.0))["in_system"].tolist() == [0, 0, 1]
+    assert load_at_arrival(pd.concat([frame, frame.assign(seed=1)]))["in_system"].tolist() == [0] * 6
+
+
 def test_runs_stay_apart_and_keep_their_order():
     frame = pd.concat([results((0.0, 1.0, 2.0, 2, "ok")).assign(policy=p, qps=q) for p in ("z", "a") for q in (2, 1)])
     summary = summarise(frame)
@@ -76,24 +153,6 @@ def test_missing_columns_and_unknown_statuses_are_named():
 def test_a_run_where_nothing_ended_well_has_counts_and_no_latency():
     row = summarise(results((0.0, math.nan, math.nan, 0, "rejected"))).iloc[0]
     assert row.rejected == 1 and math.isnan(row.ttft_mean_s) and math.isnan(row.throughput_rps)
-
-
-def test_t_interval_of_a_worked_example():
-    mean, low, high = t_interval([2.0, 4.0, 6.0])
-    assert (mean, high - mean, mean - low) == pytest.approx((4.0, 4.968275, 4.968275), rel=1e-5)
-
-
-def test_t_intervals_cover_the_truth_as_often_as_they_say():
-    rng = np.random.default_rng(7)
-    spans = [t_interval(rng.normal(10, 3, size=3), level=0.9)[1:] for _ in range(4000)]
-    assert np.mean([low < 10 < high for low, high in spans]) == pytest.approx(0.9, abs=0.015)
-
-
-def test_one_seed_gives_a_mean_and_no_interval():
-    mean, low, high = t_interval([5.0])
-    assert mean == 5.0 and math.isnan(low) and math.isnan(high)
-    with pytest.raises(InputError):
-        t_interval([])
 
 
 def grid(spread, gap=1.0):
@@ -117,6 +176,38 @@ def test_pairing_sees_a_gap_that_separate_intervals_hide():
 def test_no_difference_is_never_clear():
     paired = paired_difference(grid(spread=1.0, gap=0.0), "x", baseline="a")
     assert not paired.clear.any()
+
+
+def test_what_is_clear_is_corrected_for_how_much_was_compared():
+    rng = np.random.default_rng(3)
+    gaps = rng.normal(size=(20, 6))
+    gaps[0] = [1.0, 1.3, 0.7, 1.9, 0.4, 1.2]
+    rows = [{"policy": "a", "qps": q, "seed": s, "x": 0.0} for q in range(20) for s in range(6)]
+    rows += [{"policy": "b", "qps": q, "seed": s, "x": gaps[q, s]} for q in range(20) for s in range(6)]
+    alone = paired_difference(pd.DataFrame([r for r in rows if r["qps"] == 0]), "x", "a").iloc[0]
+    among = paired_difference(pd.DataFrame(rows), "x", "a").iloc[0]
+    assert alone.clear and alone.p == among.p == alone.p_holm
+    assert not among.clear and among.p_holm == pytest.approx(20 * among.p)
+    assert (alone.low_all, alone.high_all) == pytest.approx((alone.low, alone.high))
+    assert among.low_all < among.low and among.high_all > among.high
+
+
+def test_runs_on_other_requests_are_not_paired():
+    summary = grid(spread=1.0).assign(workload="same")
+    paired_difference(summary, "x", "a")
+    summary.loc[3, "workload"] = "other"
+    with pytest.raises(InputError, match="saw different arrivals or lengths"):
+        paired_difference(summary, "x", "a")
+    with pytest.raises(InputError, match="is there more than once"):
+        paired_difference(pd.concat([grid(1.0), grid(1.0)]), "x", "a")
+
+
+def test_where_both_missed_there_is_no_winner():
+    summary = grid(spread=1.0)
+    summary.loc[summary.qps == 1, "x"] = math.inf
+    found = paired_difference(summary, "x", "a").set_index("qps")
+    assert not found.loc[1, "clear"] and math.isnan(found.loc[1, "low"])
+    assert found.loc[2, "clear"] and found.loc[2, "p_holm"] == found.loc[2, "p"]
 
 
 def test_the_best_is_named_with_those_that_the_seeds_cannot_tell_from_it():
