@@ -141,18 +141,22 @@ def grows(growth_rps: float, p: float, arrival_rps: float) -> bool:
 def summary(results: pd.DataFrame) -> dict[str, object]:
     """What `summarise` says of how a run went on.
 
-    `regime`: `finite-trace` where its queues kept growing, so that its latencies grow with the number of
-    requests; `short` where no request is measured between warm-up and drain; else `steady`.
+    `regime`: `finite-trace` where its queues kept growing after the first minute, so that its latencies grow with
+    the number of requests; else `short` where no request is measured between warm-up and drain, or arrivals stop
+    within two minutes; else `steady`.
     `ttft_p99_third_s`: the highest P99 TTFT of the three thirds of the requests, in order of arrival (one
     that did not end well counts as inf). `waiting_growth_rps`, `waiting_growth_p`: `waiting_trend`.
     """
-    growth_rps, p = waiting_trend(results)
     arrived_s = results["arrived_s"].to_numpy()
     span_s = arrived_s.max() - arrived_s.min() if len(arrived_s) else 0.0
-    window = steady_window(results) if len(arrived_s) else Window(0.0, 0.0, 0.0)
-    regime = "steady" if ((arrived_s >= window.start_s) & (arrived_s < window.end_s)).any() else "short"
-    if span_s > 0 and grows(growth_rps, p, len(arrived_s) / span_s):
-        regime = "finite-trace"
+    growth_rps, p = waiting_trend(results, min(WARM_UP_S, span_s / 2))
+    regime = "short"
+    if span_s >= 2 * WARM_UP_S:
+        window = steady_window(results)
+        if grows(growth_rps, p, len(arrived_s) / span_s):
+            regime = "finite-trace"
+        elif ((arrived_s >= window.start_s) & (arrived_s < window.end_s)).any():
+            regime = "steady"
     return {
         "regime": regime,
         "ttft_p99_third_s": worst_third(results),

@@ -50,21 +50,23 @@ def compare(
     `seeds_needed`, to show a difference of `effect_pct` percent with 80 % power.
 
     The interval is `interval` over seeds. With one seed, a latency's is that over ten successive tenths of the
-    run, which tells about that run alone; past capacity, where tenths are unlike, there is none. Raises
+    run, which tells about that run alone; past capacity, or in a short run, where tenths are unlike, there is
+    none. Raises
     InputError where runs are unpaired, or a frame holds several policies.
     """
     a, b = _Side("A", a, slo), _Side("B", b, slo)
     metrics = [name for name in METRICS if name in a.summary and name in b.summary] if metrics is None else [*metrics]
     for side in (a, b):
         require_columns(side.summary, metrics)
-    _check_paired(a, b)
     others = {kind: _Side(f"A again ({kind})", frame, slo) for kind, frame in (again or {}).items()}
     if unknown := sorted(set(others) - set(KINDS)):
         raise InputError(f"again holds {listed(unknown)}; allowed are {listed(KINDS)}")
+    _forget_lone_rate(a, b, *others.values())
+    _check_paired(a, b)
     if "policy" in others:
         _check_paired(a, others["policy"])
     rows = []
-    for qps in dict.fromkeys(a.summary["qps"]):
+    for qps in a.summary["qps"].unique().tolist():
         one, two = a.at(qps), b.at(qps)
         same = {kind: side.at(qps) for kind, side in others.items()}
         for metric in metrics:
@@ -116,6 +118,15 @@ class _Side:
         if self.requests is not None:
             side.requests = self.requests[_equal(self.requests["qps"], qps)]
         return side
+
+
+def _forget_lone_rate(*sides: _Side) -> None:
+    """Where one side does not know its rate and none has several, the requests themselves have to agree."""
+    rates = [side.summary["qps"] for side in sides]
+    if any(one.isna().any() for one in rates) and all(one.nunique() <= 1 for one in rates):
+        for side in sides:
+            side.summary = side.summary.assign(qps=math.nan)
+            side.requests = None if side.requests is None else side.requests.assign(qps=math.nan)
 
 
 def _equal(values: pd.Series, qps: float) -> pd.Series:
@@ -205,10 +216,11 @@ def _within(metric: str, a: _Side, b: _Side, gap: float, level: float) -> tuple:
     none = gap, math.nan, math.nan, math.nan, math.nan
     if a.requests is None or b.requests is None or not metric.endswith("_s") or metric == "duration_s":
         return *none, "none: one seed"
-    if "finite-trace" in (a.summary["regime"].iloc[0], b.summary["regime"].iloc[0]):
-        return *none, "none: one seed, and past capacity"
-    if len(a.requests) < 20 * TENTHS:
-        return *none, "none: one seed of few requests"
+    regimes = {a.summary["regime"].iloc[0], b.summary["regime"].iloc[0]}
+    if "finite-trace" in regimes:
+        return *none, "none: one seed, past capacity"
+    if "short" in regimes or len(a.requests) < 20 * TENTHS:
+        return *none, "none: one seed, a short run"
     parts = [_tenths(metric, side.requests) for side in (a, b)]
     with np.errstate(invalid="ignore"):
         apart = parts[1] - parts[0] - gap

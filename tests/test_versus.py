@@ -1,0 +1,273 @@
+"""A against B: what is paired, what is refused, and how often a policy beats itself."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from astrolabe_lab import arrivals, cli, length, sharegpt_like, trace
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.measure import SLO, compare, interval, summarise
+from astrolabe_lab.rerun import can_rerun, rerun
+from astrolabe_lab.sim.cluster import simulate
+
+
+def run(policy, seed, n=120, qps=8.0, policy_seed=None, instances=3):
+    requests = length.attach(sharegpt_like.generate(n, seed=seed, text=False), "oracle", seed)
+    timed = arrivals.with_arrivals(requests, qps, seed=seed)
+    return simulate(timed, policy, instances=instances, seed=seed, policy_seed=policy_seed)
+
+
+@pytest.fixture(scope="module")
+def many():
+    """Ten seeds of two policies."""
+    return tuple(pd.concat([run(policy, seed) for seed in range(10)]) for policy in ("random", "least_loaded"))
+
+
+def row(found, metric):
+    return found.set_index("metric").loc[metric]
+
+
+def test_the_difference_is_b_minus_a_seed_by_seed(many):
+    a, b = many
+    found = row(compare(a, b), "e2e_mean_s")
+    by_seed = summarise(b).set_index("seed").e2e_mean_s - summarise(a).set_index("seed").e2e_mean_s
+    mean, low, high = interval(by_seed)
+    base = summarise(a).e2e_mean_s.mean()
+    assert (found.difference, found.a, found.seeds) == pytest.approx((mean, base, 10))
+    assert (found.pct, found.low_pct, found.high_pct) == pytest.approx([100 * x / base for x in (mean, low, high)])
+    assert found.interval == "over seeds"
+
+
+def test_more_is_better_for_throughput_and_less_for_latency(many):
+    a, b = many
+    slower = a.assign(finished_s=a.finished_s + 50.0)
+    found = compare(a, slower)
+    assert row(found, "throughput_rps").winner == row(found, "e2e_mean_s").winner == "A"
+    assert row(compare(slower, a), "throughput_rps").winner == "B"
+
+
+def test_summaries_compare_as_their_requests_do(many):
+    a, b = many
+    from_requests = compare(a, b, slo=SLO(ttft_s=1.0))
+    from_runs = compare(summarise(a), summarise(b))
+    pd.testing.assert_frame_equal(from_requests, from_runs)
+
+
+def test_a_policy_beside_itself_is_no_winner(many):
+    a, _ = many
+    luck = pd.concat([run("random", seed, policy_seed=100 + seed) for seed in range(10)])
+    found = compare(a, luck)
+    assert set(found.winner) == {"no winner"}
+    with_aa = compare(a, a, again={"policy": luck})
+    assert with_aa.aa_policy_pct.tolist() == pytest.approx(found.pct.tolist())
+    assert with_aa.aa_policy_low_pct.tolist() == pytest.approx(found.low_pct.tolist())
+
+
+def test_luck_is_only_the_routers(many):
+    a, _ = many
+    luck = run("random", 0, policy_seed=100)
+    assert luck["arrived_s"].equals(a[a.seed == 0]["arrived_s"]) and (luck["seed"] == 0).all()
+    assert not luck["instance"].equals(a[a.seed == 0]["instance"])
+    pd.testing.assert_frame_equal(run("random", 0, policy_seed=0), run("random", 0))
+
+
+def test_other_arrivals_are_given_or_taken_from_the_seeds_of_a(many):
+    a, b = many
+    halves = row(compare(a, b), "e2e_mean_s")
+    values = summarise(a).e2e_mean_s.to_numpy()
+    assert halves.aa_arrivals_pct == pytest.approx(100 * (values[5:] - values[:5]).mean() / values.mean())
+    others = pd.concat([run("random", 50 + seed) for seed in range(10)])
+    given = row(compare(a, b, again={"arrivals": others}), "e2e_mean_s")
+    theirs = summarise(others).e2e_mean_s.to_numpy()
+    assert given.aa_arrivals_pct == pytest.approx(100 * (theirs - values).mean() / values.mean())
+    assert given.aa_arrivals_high_pct - given.aa_arrivals_low_pct > halves.high_pct - halves.low_pct
+
+
+def test_the_seeds_needed_fall_with_the_square_of_the_effect(many):
+    few, more = (row(compare(*many, effect_pct=pct), "e2e_mean_s").seeds_needed for pct in (0.4, 0.1))
+    assert few > 30 and more == pytest.approx(16 * few, rel=0.1)
+
+
+def test_runs_on_other_requests_are_refused(many):
+    a, b = many
+    moved = b.assign(arrived_s=b.arrived_s + 0.1 * (b.seed == 3))
+    with pytest.raises(InputError, match=r"seed 3 A and B served other arrivals or lengths \(120 and 120 requests\)"):
+        compare(a, moved)
+    longer = b.assign(output_tokens=b.output_tokens + (b.seed == 4))
+    with pytest.raises(InputError, match="at seed 4 A and B served other arrivals or lengths"):
+        compare(a, longer)
+    with pytest.raises(InputError, match="served other numbers of requests"):
+        compare(a, pd.concat([b[b.seed != 2], b[b.seed == 2].head(100)]))
+    with pytest.raises(InputError, match="B has no run of seed 9, which A has"):
+        compare(a, b[b.seed < 9])
+    with pytest.raises(InputError, match="holds 2 policies, random, least_loaded: choose one"):
+        compare(pd.concat([a, b]), b)
+    with pytest.raises(InputError, match="no column workload"):
+        compare(summarise(a).drop(columns="workload"), b)
+    with pytest.raises(InputError, match="several runs of seed 0"):
+        compare(pd.concat([summarise(a)] * 2), b)
+
+
+def correlated(rng, n, memory, shared=None):
+    """One run's E2E in arrival order, lognormal, each remembering the last."""
+    from scipy.signal import lfilter
+
+    noise = lfilter([1], [1, -memory], rng.normal(size=n) * math.sqrt(1 - memory**2))
+    noise = noise if shared is None else 0.8 * shared + 0.6 * noise
+    frame = pd.DataFrame({"arrived_s": np.arange(n) * 0.2})
+    e2e_s = np.exp(0.5 * noise)
+    frame = frame.assign(first_token_s=frame.arrived_s + 0.1, finished_s=frame.arrived_s + 0.1 + e2e_s)
+    return frame.assign(generated_tokens=5, status="ok", preemptions=0, policy="p", seed=0), noise
+
+
+@pytest.mark.parametrize("memory", [0.0, 0.9])
+def test_one_run_tells_of_a_difference_as_surely_as_it_says_though_requests_depend_on_one_another(memory):
+    rng = np.random.default_rng(1)
+    hits, wins = [], 0
+    for _ in range(120):
+        a, shared = correlated(rng, 2000, memory)
+        b, _ = correlated(rng, 2000, memory, shared)
+        found = compare(a, b, metrics=["e2e_mean_s"]).iloc[0]
+        assert found.interval == "over tenths of one run" and found.seeds == 1
+        hits.append(found.low_pct <= 0 <= found.high_pct)
+        wins += found.winner != "no winner"
+    assert np.mean(hits) >= 0.89
+    assert wins / len(hits) <= 0.11
+
+
+def test_past_capacity_one_run_gives_no_interval():
+    words = {"n": 2400, "qps": 16.0, "instances": 2}
+    a, b = run("random", 0, **words), run("least_loaded", 0, **words)
+    assert summarise(a).regime[0] == "finite-trace"
+    found = compare(a, b, metrics=["e2e_mean_s"]).iloc[0]
+    assert found.interval == "none: one seed, past capacity" and math.isnan(found.low_pct)
+    assert found.winner == "no winner"
+    assert compare(run("random", 0), run("random", 0)).interval[0] == "none: one seed, a short run"
+
+
+# --- the command --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compare")
+    trace.save(sharegpt_like.generate(800, seed=1, text=False), folder / "t.csv")
+    for policy in ("random", "least_loaded"):
+        for seed in (0, 1, 2):
+            (folder / policy).mkdir(exist_ok=True)
+            words = f"simulate --trace {folder}/t.csv --qps 6 --policy {policy} --instances 3 --seed {seed}"
+            assert cli.main([*words.split(), "--out", str(folder / policy / f"{seed}.parquet")]) == 0
+    return folder
+
+
+def asked(capsys, *words):
+    code = cli.main(["compare", *map(str, words)])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_two_files_give_one_json_object_with_a_row_per_metric(files, capsys):
+    code, out, err = asked(capsys, files / "random/0.parquet", files / "least_loaded/0.parquet", "--json")
+    record = json.loads(out)
+    assert code == 0 and out.count("\n") == 1
+    assert (record["a"]["policy"], record["b"]["policy"]) == ("random", "least_loaded")
+    assert record["seeds"] == 1 and record["source"] == "simulated"
+    first = record["metrics"][0]
+    assert first["metric"] == "ttft_mean_s" and first["interval"] == "over tenths of one run"
+    assert first["aa_policy_pct"] not in (None, 0.0), "A was made again with other luck"
+    assert first["aa_arrivals_pct"] not in (None, 0.0), "and with other arrivals"
+    assert "A again, other luck: 800 requests" in err
+
+
+def test_folders_hold_a_file_for_each_seed(files, capsys):
+    code, out, _ = asked(capsys, files / "random", files / "least_loaded", "--json")
+    record = json.loads(out)
+    assert code == 0 and record["seeds"] == 3
+    assert {one["interval"] for one in record["metrics"]} == {"over seeds"}
+    assert all(one["aa_policy_low_pct"] is not None for one in record["metrics"])
+
+
+def test_people_get_a_table_that_says_what_its_columns_are(files, capsys):
+    code, out, _ = asked(capsys, files / "random", files / "least_loaded", "--slo", "ttft_s=1")
+    assert code == 0
+    for word in ("A: random", "B: least_loaded", "goodput_share", "A/A luck", "3 seeds", "Holm", "80 % power"):
+        assert word in out, word
+
+
+def test_nothing_is_simulated_where_that_is_not_wanted_or_cannot_be(files, capsys, tmp_path):
+    code, out, err = asked(capsys, files / "random", files / "least_loaded", "--no-rerun")
+    assert code == 0 and "again" not in err and "give --again FILE" in out
+    frame = pd.read_parquet(files / "random/0.parquet")
+    frame.to_csv(tmp_path / "a.csv", index=False)
+    assert not can_rerun(pd.read_csv(tmp_path / "a.csv"))
+    code, out, err = asked(capsys, tmp_path / "a.csv", files / "least_loaded/0.parquet", "--json")
+    assert code == 0 and json.loads(out)["metrics"][0]["aa_policy_pct"] is None
+    again = f"simulate --trace {files}/t.csv --qps 6 --policy random --instances 3 --policy-seed 5"
+    assert cli.main([*again.split(), "--out", str(tmp_path / "again.parquet")]) == 0
+    capsys.readouterr()
+    given = ("--again", tmp_path / "again.parquet", "--json")
+    code, out, _ = asked(capsys, tmp_path / "a.csv", files / "least_loaded/0.parquet", *given)
+    assert json.loads(out)["metrics"][0]["aa_policy_pct"] is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["random/0.parquet", "random/1.parquet"], "B has no run of qps 6, seed 0, which A has"),
+        (["random/0.parquet", "nothing.parquet"], "nothing.parquet does not exist"),
+        (["random/0.parquet", "t.csv"], "lacks seed, n"),
+        (["random", "least_loaded", "--metrics", "speed"], "frame lacks speed"),
+        (["random", "least_loaded", "--slo", "speed=1"], "not key=value with a new key of ttft_s"),
+        (["random", "least_loaded", "--level", "2"], "level=2.0 is outside"),
+        (["random", "least_loaded", "--policy-b", "jsq"], "has no policy 'jsq'; it has least_loaded"),
+        (["random", "least_loaded", "--effect-pct", "0"], "--effect-pct 0.0 is not a number > 0"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_two(files, capsys, words, message):
+    paths = [files / words[0], files / words[1]]
+    code, out, err = asked(capsys, *paths, *words[2:], "--no-rerun")
+    assert code == 2 and message in err.replace(str(files) + "/", ""), err
+    assert err.startswith("astrolabe: error:") and err.count("\n") == 1 and out == ""
+
+
+def test_a_sweep_compares_with_itself_policy_by_policy(tmp_path, capsys):
+    from astrolabe_lab import sweep
+
+    words = {"requests": 60, "instances": 2, "workers": 1, "progress": False}
+    sweep.sweep("sharegpt_like", ["random", "least_loaded"], [4, 6], [0, 1, 2], out=tmp_path / "s", **words)
+    both = ("--policy-a", "random", "--policy-b", "least_loaded", "--json")
+    code, out, _ = asked(capsys, tmp_path / "s", tmp_path / "s", *both)
+    record = json.loads(out)
+    assert code == 0 and {one["qps"] for one in record["metrics"]} == {4, 6}
+    code, _, err = asked(capsys, tmp_path / "s", tmp_path / "s")
+    assert code == 2 and "A holds 2 policies, random, least_loaded: choose one" in err
+
+
+# --- making a result again ----------------------------------------------------------------------------------
+
+
+def test_a_result_made_again_is_the_same_and_with_other_luck_serves_the_same_requests(files):
+    frame = pd.read_parquet(files / "random/1.parquet")
+    same = rerun(frame)
+    for name in ("arrived_s", "finished_s", "instance"):
+        np.testing.assert_array_equal(same[name], frame[name])
+    luck = rerun(frame, policy_seed=77)
+    np.testing.assert_array_equal(luck["arrived_s"], frame["arrived_s"])
+    assert (luck["instance"] != frame["instance"]).any()
+    others = rerun(frame, seed=77)
+    assert sorted(others["output_tokens"]) == sorted(frame["output_tokens"])
+    assert (others["arrived_s"].to_numpy() != frame["arrived_s"].to_numpy()).all()
+
+
+def test_a_result_that_does_not_say_how_it_was_made_cannot_be_made_again(files):
+    frame = pd.read_parquet(files / "random/1.parquet")
+    bare = frame.copy()
+    bare.attrs = {}
+    with pytest.raises(InputError, match="cannot be made again: it does not tell policy, instances"):
+        rerun(bare)
+    frame.attrs["astrolabe"] = frame.attrs["astrolabe"] | {"qps": None}
+    with pytest.raises(InputError, match="keeps its trace's own times"):
+        rerun(frame, seed=5)
