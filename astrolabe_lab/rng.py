@@ -16,7 +16,8 @@ def stream(seed: int, name: str) -> np.random.Generator:
     """Return the generator of the stream ``name`` under ``seed``.
 
     The same pair gives the same draws in every process and on every platform; other names and other seeds are
-    independent of it. In use: ``arrivals``, ``lengths``, ``noise``, ``policy``, ``trace``.
+    independent of it. In use: ``arrivals``, ``lengths``, ``noise``, ``policy``, ``trace`` (resampling), and
+    those of each generator.
 
     Raises InputError when ``seed`` is not an integer from 0 to 2**63 - 1 (what a column holds) or ``name`` is empty.
     """

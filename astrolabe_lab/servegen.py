@@ -123,7 +123,7 @@ def generate(
     n, duration_s: how many requests, or for how many seconds (default: an hour). With both, the first n of these.
     qps: the mean rate over the span. All clients are scaled by one factor, so their shares, the shape of the day and
         the laws of the gaps stay. Default: the folder's own rates.
-    clients: the busiest so many over the span, or a list of names. Default: all.
+    clients: so many, those with the most requests over all windows, or a list of names. Default: all.
     shape: ``fitted`` takes the shape of the gaps' law that ServeGen fitted; ``cv`` the shape at which the law has the
         coefficient of variation that ServeGen measured. They differ for Weibull, whose fit is by likelihood.
     coupled: ServeGen's own generator draws all lengths of a request from one uniform number, so that the longest

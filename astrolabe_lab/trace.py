@@ -14,6 +14,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -204,7 +205,7 @@ def prefix_block_tokens(frame: pd.DataFrame) -> int | None:
     The column ``prefix_block_tokens`` tells, else ``attrs["prefix_block_tokens"]``. Raises InputError where the
     column holds more than one number.
     """
-    if "prefix_block_tokens" not in frame:
+    if "prefix_block_tokens" not in frame or not len(frame):
         return frame.attrs.get("prefix_block_tokens")
     sizes = frame["prefix_block_tokens"].unique()
     if len(sizes) != 1:
@@ -275,8 +276,17 @@ def _csv_bytes(frame) -> bytes:
 
 def _parquet_bytes(frame) -> bytes:
     out = io.BytesIO()
+    frame = frame.copy(deep=False)
+    frame.attrs = {name: value for name, value in frame.attrs.items() if _is_json(value)}
     frame.to_parquet(out, index=False)
     return out.getvalue()
+
+
+def _is_json(value) -> bool:
+    try:
+        return bool(json.dumps(value))
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 __all__ = [

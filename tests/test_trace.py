@@ -27,6 +27,13 @@ def test_what_is_saved_comes_back_exactly(tmp_path, name):
     assert os.listdir(tmp_path) == [name]
 
 
+def test_what_no_file_can_hold_among_attrs_hinders_no_saving(tmp_path):
+    frame = full_frame()
+    frame.attrs = {"step log": pd.DataFrame(), "count": np.int64(3), "source": "drawn"}
+    path = trace.save(frame, tmp_path / "t.parquet")
+    assert pd.read_parquet(path).attrs == {"source": "drawn"} and len(frame.attrs) == 3
+
+
 def test_saving_a_broken_trace_leaves_the_old_file(tmp_path):
     path = trace.save(full_frame(), tmp_path / "t.csv")
     before = path.read_bytes()
