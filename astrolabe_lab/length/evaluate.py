@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.length import data, metrics
+from astrolabe_lab.length import copies, data, metrics
 from astrolabe_lab.length.baselines import Constant, Noisy, Oracle
 from astrolabe_lab.length.estimator import Estimator
 from astrolabe_lab.length.kinds import make
 from astrolabe_lab.length.split import by_prompt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import pandas as pd
 
@@ -45,12 +45,24 @@ class Evaluation:
         """
         table = self.splits
         means = {name: float(table[name].mean()) for name in table.columns if name not in ("split", "seed")}
-        for name in ("n_train", "n_test", "n_pool", "n_prompts_train", "n_prompts_test", "n_censored_test"):
+        for name in (
+            "n_train",
+            "n_test",
+            "n_pool",
+            "n_copies_left_out",
+            "n_prompts_train",
+            "n_prompts_test",
+            "n_censored_test",
+        ):
             means[name] = round(means[name])
         gain, low, high = self._gain()
         constant = means["constant_mae"]
         means |= {"splits": len(table)}
-        means |= {"reduction": gain / constant, "reduction_low": low / constant, "reduction_high": high / constant}
+        means |= {
+            "reduction": gain / constant,
+            "reduction_low": low / constant,
+            "reduction_high": high / constant,
+        }
         if self.floor:
             means |= {f"floor_{name}": value for name, value in self.floor.items()}
             gap = constant - self.floor["mae"]
@@ -122,7 +134,8 @@ def evaluate(
     model: str | Estimator = "prompt_ridge",
     *,
     served_model: str | None = None,
-    pool: bool = False,
+    pool: bool | Sequence[str] = False,
+    keep_copies: bool = False,
     splits: int = 1,
     test: float = 0.2,
     first_seed: int = 0,
@@ -131,7 +144,8 @@ def evaluate(
     """Fit and judge ``model`` on ``splits`` splits of the prompts in ``frame`` (see ``data.load``).
 
     model: a kind as ``kinds.make`` takes it, or an unfitted estimator, which is copied. served_model: judge on the
-    answers of this one alone. pool: learn from the other models' answers to the training prompts too.
+    answers of this one alone. pool: learn from the other models' answers too, all of them or those in the sources
+        named, but none to a prompt for judging, nor (unless ``keep_copies``) to a near copy of one from another source.
     Split i is ``split.by_prompt(seed=first_seed + i)`` of the prompts that ``served_model`` answered; a prompt for
     judging is in nobody's training answers. An oracle, and noise on one, is told the test answers: that is what it
     is for. Raises InputError for what is not there or too little.
@@ -144,24 +158,57 @@ def evaluate(
     if pool and served_model is None:
         raise InputError("pool needs the served model that is to be judged: give served_model")
     judged = frame if served_model is None else data.of_model(frame, served_model)
+    if pool:
+        pooled = _pooled(frame, served_model, pool)
     rows, predicted = [], []
     for seed in range(first_seed, first_seed + splits):
         drawn = by_prompt(judged, seed, test)
         testing = drawn.rows(judged, "test")
         train, held = judged[~testing], judged[testing]
-        learn = frame[~frame["prompt_uid"].isin(drawn.test)] if pool else train
+        learn = frame[pooled & ~frame["prompt_uid"].isin(drawn.test)] if pool else train
+        dropped = 0
+        if pool and not keep_copies:
+            copied = _copies(learn, held)
+            learn, dropped = learn[~copied], int(copied.sum())
         row, told = _one(copy.deepcopy(asked), train, learn, held)
-        rows.append({"split": drawn.name, "seed": seed} | row)
+        rows.append({"split": drawn.name, "seed": seed, "n_copies_left_out": dropped} | row)
         predicted.append(told.assign(split=drawn.name))
         if progress:
             progress(
                 f"split {seed - first_seed + 1} of {splits} ({drawn.name}): MAE {row['mae']:.1f}, constant "
                 f"{row['constant_mae']:.1f} tokens"
             )
-    return Evaluation(pd.DataFrame(rows), pd.concat(predicted, ignore_index=True), metrics.noise_floor(judged))
+    return Evaluation(
+        pd.DataFrame(rows), pd.concat(predicted, ignore_index=True), metrics.noise_floor(judged)
+    )
 
 
-def across_sources(frame: pd.DataFrame, model: str | Estimator, *, seed: int = 0, test: float = 0.2) -> pd.DataFrame:
+def _pooled(frame, served_model, pool):
+    """Which rows may teach: those of the served model, and the others' in the sources asked for."""
+    if pool is True:
+        return frame["model"].notna()
+    names = sorted(frame["source"].unique())
+    unknown = [name for name in pool if name not in names]
+    if unknown:
+        raise InputError(f"pool: source {unknown[0]!r} is not in the data; its sources: {', '.join(names)}")
+    return frame["source"].isin(list(pool)) | (frame["model"] == served_model)
+
+
+def _copies(learn, held):
+    """Which rows of ``learn`` answer a near copy, from another source, of a prompt in ``held``."""
+    texts = learn.drop_duplicates("prompt_uid")
+    found = set()
+    for source, theirs in held.groupby("source"):
+        elsewhere = texts[~texts["prompt_uid"].isin(learn.loc[learn["source"] == source, "prompt_uid"])]
+        if len(elsewhere):
+            like = copies.near(elsewhere["prompt"].tolist(), theirs["prompt"].tolist())
+            found |= set(elsewhere["prompt_uid"][like > 0])
+    return learn["prompt_uid"].isin(found).to_numpy()
+
+
+def across_sources(
+    frame: pd.DataFrame, model: str | Estimator, *, seed: int = 0, test: float = 0.2
+) -> pd.DataFrame:
     """Out of distribution: learn from one source, judge on another; one row a pair, also of a source with itself.
 
     All pairs use one split of the prompts, so that a prompt in two sources cannot leak. Columns: ``train_source,
@@ -220,7 +267,11 @@ def _one(asked, train, learn, held):
     told_truth = isinstance(asked, Oracle) or (isinstance(asked, Noisy) and isinstance(asked.model, Oracle))
     fitted = _fit(asked, pd.concat([learn, held]) if told_truth else learn)
     constant = _fit(Constant(), train)
-    prompts, lengths, cut = held["prompt"].tolist(), held["response_tokens"].to_numpy(), held["censored"].to_numpy()
+    prompts, lengths, cut = (
+        held["prompt"].tolist(),
+        held["response_tokens"].to_numpy(),
+        held["censored"].to_numpy(),
+    )
     quantiles = fitted.predict_quantiles(prompts, LEVELS, _names(fitted, held))
     plain = constant.predict_quantiles(prompts, LEVELS, _names(constant, held))
     edges = metrics.bucket_edges(train["response_tokens"].to_numpy(), train["censored"].to_numpy())

@@ -1,9 +1,9 @@
 """From rows of numbers to quantiles of a length: a ridge on the log scale, and how far the truth lies from it.
 
 log(length) = location(x) + spread(x) * error. Location and spread are linear in x; the penalty is the one whose
-leave-one-prompt-out error is smallest, and the error's distribution is that of the same held-out residuals, so
-that a quantile means what it says on prompts that were not seen. Answers that were cut off enter at the mean of
-what they may have been (Schmee and Hahn, 1979) and, in the residuals, by Kaplan-Meier.
+leave-one-prompt-out error in tokens is smallest, and the error's distribution is that of the same held-out
+residuals, so that a quantile means what it says on prompts that were not seen. Answers that were cut off enter at
+the mean of what they may have been (Schmee and Hahn, 1979) and, in the residuals, by Kaplan-Meier.
 """
 
 from __future__ import annotations
@@ -73,14 +73,16 @@ class Ridge:
 class Head:
     """The fitted distribution; ``quantiles`` reads it."""
 
-    def __init__(self, slope, intercept, spread_slope, spread_intercept, spread_range, levels, errors, alpha):
+    def __init__(
+        self, slope, intercept, spread_slope, spread_intercept, spread_range, levels, errors, alpha, loss
+    ):
         self.slope, self.intercept = slope, intercept
         self.spread_slope, self.spread_intercept, self.spread_range = (
             spread_slope,
             spread_intercept,
             spread_range,
         )
-        self.levels, self.errors, self.alpha = levels, errors, alpha
+        self.levels, self.errors, self.alpha, self.loss = levels, errors, alpha, loss
 
     @classmethod
     def learn(cls, x, lengths, censored, groups, alpha: float | None = None) -> Head:
@@ -90,20 +92,20 @@ class Head:
         y = np.log(lengths)
         ridge = Ridge(x, groups)
         if alpha is None:
-            uncut = ~censored
-            losses = [np.abs(y - ridge.held_out(y, a))[uncut].mean() for a in ALPHAS]
+            losses = [held_out_mae(y, ridge.held_out(y, a), censored) for a in ALPHAS]
             alpha = ALPHAS[int(np.argmin(losses))]
         filled = _fill(ridge, y, censored, alpha)
         slope, intercept = ridge.solve(filled, alpha)
-        residual = y - ridge.held_out(filled, alpha)
+        held = ridge.held_out(filled, alpha)
         # log |residual| is far noisier than y: it takes a larger penalty.
-        size = np.log(np.maximum(np.abs(filled - ridge.held_out(filled, alpha)), 1e-3))
+        size = np.log(np.maximum(np.abs(filled - held), 1e-3))
         spread_slope, spread_intercept = ridge.solve(size, 10 * alpha)
         fitted = ridge.held_out(size, 10 * alpha)
         low_high = np.quantile(fitted, [0.01, 0.99])
         levels = (np.arange(_LEVELS) + 0.5) / _LEVELS
-        errors = survival.quantiles(residual / np.exp(np.clip(fitted, *low_high)), censored, levels)
-        return cls(slope, intercept, spread_slope, spread_intercept, low_high, levels, errors, alpha)
+        errors = survival.quantiles((y - held) / np.exp(np.clip(fitted, *low_high)), censored, levels)
+        loss = held_out_mae(y, held, censored)
+        return cls(slope, intercept, spread_slope, spread_intercept, low_high, levels, errors, alpha, loss)
 
     def quantiles(self, x, levels) -> np.ndarray:
         """Tokens, float64 (n, q)."""
@@ -115,8 +117,21 @@ class Head:
         return np.exp(np.clip(location[:, None] + spread[:, None] * errors, 0.0, 25.0))
 
     def arrays(self) -> dict:
-        """The state as arrays; ``Head(**arrays)`` is the head again."""
+        """The state as arrays, which ``from_arrays`` takes."""
         return dict(vars(self))
+
+    @classmethod
+    def from_arrays(cls, arrays: dict) -> Head:
+        return cls(**arrays)
+
+
+def held_out_mae(y, held, censored) -> float:
+    """The mean absolute error in tokens of held-out log lengths, once their median error is taken off."""
+    import numpy as np
+
+    shift = survival.quantiles(y - held, censored, [0.5])[0]
+    off = np.exp(np.minimum(held + shift, 25.0)) - np.exp(y)
+    return float(np.abs(off[~censored]).mean())
 
 
 def _fill(ridge: Ridge, y, censored, alpha: float):

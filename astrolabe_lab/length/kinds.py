@@ -16,6 +16,7 @@ def _lazy(module: str, name: str):
 KINDS = {
     "constant": _lazy("baselines", "Constant"),
     "prompt_ridge": _lazy("ridge", "PromptRidge"),
+    "encoder": _lazy("encoder", "Encoder"),
     "oracle": _lazy("baselines", "Oracle"),
     "noisy": _lazy("baselines", "Noisy"),
     "recalibrated": _lazy("recalibrated", "Recalibrated"),

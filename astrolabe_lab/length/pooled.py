@@ -2,20 +2,20 @@
 
 log(length) = effect(prompt) + level(model) + own(model, prompt). ``effect`` is one ridge over the distinct prompts of
 all models, fitted to what is left of their answers when each model's level is taken off; ``own`` is a Head a model,
-on the effect (held out for its own prompts) and the leading directions of the prompts' rows. So a model with few
-answers borrows from those with many, and one with many goes its own way.
+on the effect (held out for its own prompts) and, where that lowers its held-out error, the leading directions of the
+prompts' rows. So a model with few answers borrows from those with many, and one with many goes its own way.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from astrolabe_lab.length.head import ALPHAS, Head, Ridge, mean_above
+from astrolabe_lab.length.head import ALPHAS, Head, Ridge, held_out_mae, mean_above
 
 if TYPE_CHECKING:
     import numpy as np
 
-DIRECTIONS = 96
+DIRECTIONS = 48
 EFFECT_SCALE = 4.0  # so large beside the directions that its slope is hardly penalised
 _ROUNDS = 4
 
@@ -37,12 +37,12 @@ class PooledHead:
         answers = np.bincount(prompt, minlength=len(x))
         ridge = Ridge(x, np.arange(len(x)))
         effect = np.zeros(len(x))
-        filled = y.copy()
+        filled, none_cut = y.copy(), np.zeros(len(x), dtype=bool)
         for turn in range(_ROUNDS):
             level = np.bincount(model, filled - effect[prompt], models) / np.bincount(model, minlength=models)
             target = np.bincount(prompt, filled - level[model], len(x)) / answers
             if alpha is None:
-                losses = [np.average(np.abs(target - ridge.held_out(target, a)), weights=answers) for a in ALPHAS]
+                losses = [held_out_mae(target, ridge.held_out(target, a), none_cut) for a in ALPHAS]
                 alpha = ALPHAS[int(np.argmin(losses))]
             effect = ridge.held_out(target, alpha)
             if turn + 1 < _ROUNDS and censored.any():
@@ -55,7 +55,11 @@ class PooledHead:
         inputs = pooled._inputs(x, effect)
         for m in range(models):
             mine = model == m
-            pooled.heads.append(Head.learn(inputs[prompt[mine]], lengths[mine], censored[mine], prompt[mine]))
+            answers = lengths[mine], censored[mine], prompt[mine]
+            own = inputs[prompt[mine]]
+            plain = Head.learn(own * (np.arange(own.shape[1]) == own.shape[1] - 1), *answers)
+            full = Head.learn(own, *answers)
+            pooled.heads.append(min(plain, full, key=lambda head: float(head.loss)))
         return pooled
 
     def quantiles(self, x, model, levels) -> np.ndarray:
@@ -68,6 +72,23 @@ class PooledHead:
             mine = model == m
             out[mine] = self.heads[m].quantiles(inputs[mine], levels)
         return out
+
+    def arrays(self) -> dict:
+        """The state as arrays, which ``from_arrays`` takes."""
+        own = {name: value for name, value in vars(self).items() if name != "heads"}
+        return own | {
+            f"{i} {name}": value for i, head in enumerate(self.heads) for name, value in head.arrays().items()
+        }
+
+    @classmethod
+    def from_arrays(cls, arrays: dict) -> PooledHead:
+        own = {name: value for name, value in arrays.items() if " " not in name}
+        heads: dict[int, dict] = {}
+        for name, value in arrays.items():
+            number, space, part = name.partition(" ")
+            if space:
+                heads.setdefault(int(number), {})[part] = value
+        return cls(**own, heads=[Head.from_arrays(heads[i]) for i in range(len(heads))])
 
     def _inputs(self, x, effect):
         import numpy as np

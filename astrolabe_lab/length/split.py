@@ -35,13 +35,17 @@ class Split:
         unknown = next((uid for uid in uids if uid not in self.train | self.validation | self.test), None)
         if unknown is not None:
             raise InputError(
-                f"split {self.name}: prompt {unknown} is in none of its parts: it was made from other data; make a new one"
+                f"split {self.name}: prompt {unknown} is in none of its parts: it was made from other data; make "
+                "a new one"
             )
         return uids.isin(getattr(self, part)).to_numpy()
 
     def save(self, path) -> Path:
         """Write the split as JSON, whole or not at all; return the path."""
-        parts = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in asdict(self).items()}
+        parts = {
+            name: sorted(value) if isinstance(value, frozenset) else value
+            for name, value in asdict(self).items()
+        }
         write_whole(Path(path), json.dumps({"format": "astrolabe-length-split"} | parts, indent=1) + "\n")
         return Path(path)
 

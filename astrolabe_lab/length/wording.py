@@ -5,10 +5,15 @@ NumPy alone; only the first and last words of a long prompt are looked at one by
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+from astrolabe_lab.length import artifact
+from astrolabe_lab.record import write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,3 +130,15 @@ class Wording:
                 row[at] = values / np.linalg.norm(values)
             row[size:] = (np.array(form(prompt)) - self.center) / self.spread / math.sqrt(len(FORM))
         return out
+
+    def write(self, folder: Path) -> None:
+        """Write the vocabulary as JSON and its weights as .npz into ``folder``."""
+        write_whole(folder / "vocabulary.json", json.dumps(list(self.vocabulary)))
+        arrays = {"weights": self.weights, "center": self.center, "spread": self.spread}
+        artifact.save_arrays(folder / "wording.npz", **arrays)
+
+    @classmethod
+    def read(cls, folder: Path) -> Wording:
+        """What ``write`` wrote."""
+        terms = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        return cls({term: i for i, term in enumerate(terms)}, **artifact.load_arrays(folder / "wording.npz"))
