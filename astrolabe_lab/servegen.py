@@ -76,7 +76,7 @@ class Clients:
             }
             for client, rates in zip(self.clients, self.rates_rps, strict=True)
         ]
-        return pd.DataFrame(rows).sort_values("mean_rps", ascending=False, ignore_index=True)
+        return pd.DataFrame(rows).sort_values("mean_rps", ascending=False, kind="stable", ignore_index=True)
 
 
 def load(path: str | Path | Sequence[str | Path], missing: str = "error") -> Clients:
@@ -163,8 +163,8 @@ def generate(
             break
         rates = pool.rates_rps[:, at] * factor
         drawn = (draw_window(pool, i, at, rates[i], seed, shape, coupled) for i in chosen if rates[i] > 0)
-        parts += [part[part["arrived_s"] >= start_s] for part in drawn]
-        count = sum(map(len, parts))
+        new = [part[part["arrived_s"] >= start_s] for part in drawn]
+        parts, count = parts + new, count + sum(map(len, new))
     frame = pd.concat(parts, ignore_index=True).sort_values("arrived_s", kind="stable", ignore_index=True)
     frame = frame if to_fill else frame[frame["arrived_s"] < end_s]
     if not len(frame) or (n is not None and len(frame) < n):

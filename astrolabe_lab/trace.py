@@ -23,23 +23,18 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.trace_columns import (
     COLUMNS,
     Table,
-    as_floats,
     check_columns,
     listed,
     ordered_frame,
     reject_near_misses,
 )
+from astrolabe_lab.trace_filters import CHOICES, FILTERS, choose
 from astrolabe_lab.trace_formats import FORMATS, read
-from astrolabe_lab.trace_json import CONVERSATIONS
 from astrolabe_lab.trace_sampling import sample
 from astrolabe_lab.trace_summary import describe, rate_windows
 
 if TYPE_CHECKING:
     import pandas as pd
-
-FILTERS = ("min_prompt_tokens", "min_output_tokens", "max_prompt_tokens", "max_total_tokens")
-CHOICES = {"model": "burstgpt, lmsys", "log_type": "burstgpt", "language": "lmsys", "type": "bailian"}
-_VLLM_FILTER = dict(zip(FILTERS, (4, 4, 1024, 2048), strict=True))
 
 
 def load(
@@ -83,7 +78,7 @@ def load(
     path = Path(path)
     table = read(path, format, tokenizer)
     rows_read = len(table.columns["prompt_tokens"]) + sum(table.attrs.get("filtered", {}).values())
-    keep, filtered = _filter(table, filters)
+    keep, filtered = choose(table, filters)
     columns, complaints = check_columns(table, keep)
     bad = sorted(complaints)
     if bad and on_bad == "error":
@@ -144,6 +139,9 @@ def save(frame: pd.DataFrame, path) -> Path:
     if not path.parent.is_dir():
         raise InputError(f"{path}: the folder {path.parent} does not exist; create it first")
     frame = check(frame, times="arrived_s" in frame)
+    if "prefix_blocks" in frame and "prefix_block_tokens" not in frame and frame.attrs.get("prefix_block_tokens"):
+        frame = frame.assign(prefix_block_tokens=frame.attrs["prefix_block_tokens"])  # attrs fit no CSV
+        frame = check(frame, times="arrived_s" in frame)
     frame = frame[[name for name in COLUMNS if name in frame]]
     content = _csv_bytes(frame) if kind == "csv" else _parquet_bytes(frame)
     if path.name.endswith(".gz"):
@@ -212,47 +210,6 @@ def prefix_block_tokens(frame: pd.DataFrame) -> int | None:
         shown = ", ".join(map(str, sizes[:4]))
         raise InputError(f"trace: prefix_block_tokens holds {shown}; its ids must all stand for as many tokens")
     return int(sizes[0])
-
-
-def _filter(table: Table, filters: dict):
-    import numpy as np
-
-    unknown = [name for name in filters if name not in (*FILTERS, *CHOICES)]
-    if unknown:
-        raise InputError(f"filter {', '.join(unknown)} is unknown: allowed are {', '.join((*FILTERS, *CHOICES))}")
-    chosen = {name: filters[name] for name in CHOICES if filters.get(name) is not None}
-    limits = {name: limit for name, limit in filters.items() if name in FILTERS}
-    limits = (_VLLM_FILTER if table.format in CONVERSATIONS else {}) | limits
-    prompt, output = (as_floats(table.columns[name]) for name in ("prompt_tokens", "output_tokens"))
-    sizes = {"prompt": prompt, "output": output, "total": prompt + output}
-    keep = np.ones(len(prompt), dtype=bool)
-    filtered = dict(table.attrs.get("filtered", {}))
-
-    def leave_out(name, rows):
-        rows = keep & rows
-        rows[list(table.bad)] = False
-        filtered[name] = int(rows.sum())
-        keep[rows] = False
-
-    for name, wanted in chosen.items():
-        if name not in table.choices:
-            raise InputError(f"filter {name}={wanted!r}: a {table.format} file has no {name}; {CHOICES[name]} have")
-        values = np.array(table.choices[name], dtype=object)
-        if not (values == wanted).any():
-            there = ", ".join(map(repr, sorted(set(values))[:8]))
-            raise InputError(f"filter {name}={wanted!r} matches no row: the file has {there}")
-        leave_out(name, values != wanted)
-    for name, rows in table.left_out.items():
-        leave_out(name, rows)
-    for name, limit in limits.items():
-        if limit is None:
-            continue
-        if isinstance(limit, bool) or not isinstance(limit, (int, np.integer)) or limit < 0:
-            raise InputError(f"{name}={limit!r} is not usable: allowed are integers >= 0 and None (no limit)")
-        bound, which, _ = name.split("_")
-        size = sizes[which]
-        leave_out(name, (size < limit) & (size >= 0) if bound == "min" else size > limit)
-    return keep, filtered
 
 
 def _goes_back(times, back, where) -> str:

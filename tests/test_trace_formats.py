@@ -201,6 +201,14 @@ def test_more_blocks_than_a_prompt_has_and_blocks_of_two_sizes_are_refused(file)
         trace.prefix_block_tokens(frame.assign(prefix_block_tokens=[512, 256]))
 
 
+@pytest.mark.parametrize("name", ["t.csv", "t.parquet"])
+def test_what_only_attrs_say_of_blocks_is_written_as_a_column(tmp_path, name):
+    frame = full_frame().drop(columns="prefix_block_tokens").assign(prefix_blocks=[(1,), ()] * 4)
+    frame.attrs["prefix_block_tokens"] = 16
+    again = trace.load(trace.save(frame, tmp_path / name))
+    assert trace.prefix_block_tokens(again) == 16 and "prefix_block_tokens" in again
+
+
 def test_a_trace_that_does_not_say_what_a_block_stands_for_has_none():
     assert trace.prefix_block_tokens(full_frame().drop(columns="prefix_block_tokens")) is None
 
