@@ -44,8 +44,9 @@ def latency_vs_qps(
 
     `summary` has one row per run (`policy, qps, seed, n, <metric>`). A single seed has no bars. Any column
     of the summary can be drawn; those of policies lie side by side, a few pixels apart, so that the bars can
-    be told apart. `log` makes the y axis logarithmic. A click in the legend hides a policy. Raises InputError
-    for a column that is not there.
+    be told apart. Hollow marks are points where a run's queues kept growing (`regime`): their numbers grow with
+    the trace. `log` makes the y axis logarithmic. A click in the legend hides a policy. Raises InputError for a
+    column that is not there.
     """
     require_columns(summary, ("policy", over, "seed", metric))
     label, scale = _axis(metric)
@@ -58,6 +59,8 @@ def latency_vs_qps(
     figure = go.Figure(layout={"template": TEMPLATE})
     lines = list(points.groupby("policy", sort=False))
     spread = _spacing(points[over]) * 0.25
+    grew = summary[summary["regime"] == "finite-trace"] if "regime" in summary else summary.iloc[:0]
+    hollow = set(zip(grew["policy"], grew[over], strict=True))
     for index, (policy, line) in enumerate(lines):
         line = line.sort_values(over)
         colour, symbol = COLOURS[index % len(COLOURS)], SYMBOLS[index % len(SYMBOLS)]
@@ -67,7 +70,8 @@ def latency_vs_qps(
         }  # fmt: skip
         figure.add_scatter(
             x=line[over] + spread * ((index + 0.5) / len(lines) - 0.5), y=line["mean"], name=str(policy),
-            mode="lines+markers", line={"color": colour, "width": 2}, marker={"symbol": symbol, "size": 7},
+            mode="lines+markers", line={"color": colour, "width": 2},
+            marker={"symbol": [symbol + "-open" * ((policy, at) in hollow) for at in line[over]], "size": 7},
             error_y=bars if line["seeds"].min() > 1 else None,
             customdata=line[over], hovertemplate=f"{shown} %{{customdata}}: %{{y:.3g}}",
         )  # fmt: skip
@@ -80,13 +84,14 @@ def latency_vs_qps(
     bar = f"bars: {level:.0%} t-interval over {seeds} seeds{cut}" if seeds > 1 else "one seed, so no bars"
     growing = ", so past capacity latency grows with the trace" if _is_latency(metric) else ""
     finite = f"; {n:,} requests a run{growing}" if n else ""
+    finite += "; hollow: queues kept growing" * bool(hollow)
     return _titled(figure, f"{_head(label)} against {'load' if over == 'qps' else shown}", bar + finite)
 
 
 def difference_vs_qps(
     differences: pd.DataFrame, metric: str, baseline: str, order: Sequence[str] | None = None
 ) -> go.Figure:
-    """Each policy's gap to the baseline with its interval, hollow where that holds zero.
+    """Each policy's gap to the baseline with its interval, hollow where chance may have made it (`clear` is False).
 
     `differences` is what `measure.paired_difference` found; `metric` and `baseline` name what was compared.
     `order`, the policies as another figure drew them, keeps their colours.
@@ -106,17 +111,46 @@ def difference_vs_qps(
         colour, symbol = COLOURS[at % len(COLOURS)], SYMBOLS[at % len(SYMBOLS)]
         figure.add_scatter(
             x=rows["qps"] + shift, y=rows["mean"] * scale, name=str(name), mode="markers",
-            error_y={"array": (rows["high"] - rows["mean"]) * scale, "color": colour, "thickness": 1.5},
+            error_y={
+                "array": (rows["high"] - rows["mean"]) * scale, "arrayminus": (rows["mean"] - rows["low"]) * scale,
+                "color": colour, "thickness": 1.5,
+            },
             marker={"color": colour, "size": 9, "symbol": np.where(rows["clear"], symbol, f"{symbol}-open")},
             customdata=rows["qps"], hovertemplate="QPS %{customdata}: %{y:.3g}",
         )  # fmt: skip
     figure.add_hline(y=0, line={"color": "#222", "width": 1})
     figure.update_xaxes(title="arrival rate (requests/s)")
     figure.update_yaxes(title=f"{label}, minus {baseline}'s")
-    note = "bars: the interval over seeds; hollow where it holds 0, so that these seeds name no winner"
+    note = f"bars: the interval of each alone; hollow: no winner, corrected for all {len(differences)} comparisons"
     if differences["low"].isna().any():
         note = "one seed, so no interval and no winner: all are hollow"
     return _titled(figure, f"Paired difference to {baseline}", note)
+
+
+def capacities(table: pd.DataFrame) -> go.Figure:
+    """Each policy's capacity with its interval, one mark per kind; hollow where some seed is censored.
+
+    `table` is `capacity.table`'s (`policy, kind, n, limit_s, capacity_qps, low_qps, high_qps, seeds, censored`).
+    """
+    require_columns(table, ("policy", "kind", "n", "limit_s", "capacity_qps", "low_qps", "high_qps", "censored"))
+    figure = go.Figure(layout={"template": TEMPLATE})
+    for index, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
+        sizes = ", ".join(f"{n:,}" for n in sorted(rows["n"].unique()))
+        symbols = np.where(rows["censored"] == "", SYMBOLS[index], f"{SYMBOLS[index]}-open")
+        figure.add_scatter(
+            x=rows["capacity_qps"], y=rows["policy"], mode="markers", name=f"{kind}, {sizes} requests",
+            marker={"size": 10, "color": COLOURS[index], "symbol": symbols},
+            error_x={
+                "array": rows["high_qps"] - rows["capacity_qps"], "arrayminus": rows["capacity_qps"] - rows["low_qps"],
+                "color": COLOURS[index], "thickness": 1.5,
+            },
+        )  # fmt: skip
+    figure.update_xaxes(title="requests/s")
+    figure.update_yaxes(type="category", autorange="reversed")
+    limits = ", ".join(f"{limit:g}" for limit in sorted(table["limit_s"].unique()))
+    cut = "; hollow: a bound, some seeds cross outside the rates searched" * bool((table["censored"] != "").any())
+    note = f"mean over {int(table['seeds'].min())} seeds with 95% interval{cut}"
+    return _titled(figure, f"Rate at which P99 TTFT stays within {limits} s", note)
 
 
 def cdf(results: pd.DataFrame, metric: str = "ttft_s", by: str = "policy", log: bool = True) -> go.Figure:
@@ -288,11 +322,16 @@ def _axis(metric: str) -> tuple[str, float]:
     unit."""
     if metric in UNITS:
         return UNITS[metric]
-    name, _, rest = metric.removesuffix("_s").partition("_")
-    if name not in ("ttft", "tpot", "e2e") or not metric.endswith("_s"):
+    name = next((one for one in ("e2e_per_token", "ttft", "tpot", "e2e", "itl") if metric.startswith(f"{one}_")), "")
+    if not name or not metric.endswith("_s"):
         return metric.replace("_", " "), 1
+    rest = metric.removesuffix("_s").removeprefix(name).strip("_")
+    of = ", misses counted" * rest.endswith("_all") + ", worst third" * rest.endswith("_third")
+    rest = rest.removesuffix("_all").removesuffix("_third")
     prefix = {"": "", "mean": "mean "}.get(rest, rest.upper() + " ")
-    return f"{prefix}{name.upper()} ({'ms' if name == 'tpot' else 's'})", 1e3 if name == "tpot" else 1
+    shown = "E2E per token" if name == "e2e_per_token" else name.upper()
+    short = name in ("tpot", "itl", "e2e_per_token")
+    return f"{prefix}{shown}{of} ({'ms' if short else 's'})", 1e3 if short else 1
 
 
 def _is_latency(metric: str) -> bool:

@@ -101,7 +101,7 @@ def test_a_bar_that_reaches_zero_stays_on_a_logarithmic_axis():
 
 def test_policies_differ_in_colour_and_in_marker():
     drawn = lines(plots.latency_vs_qps(summary(policies=[f"p{i}" for i in range(6)]))).values()
-    assert len({trace.line.color for trace in drawn}) == len({trace.marker.symbol for trace in drawn}) == 6
+    assert len({trace.line.color for trace in drawn}) == len({trace.marker.symbol[0] for trace in drawn}) == 6
 
 
 def test_a_difference_that_holds_zero_is_hollow():
@@ -119,9 +119,49 @@ def test_a_policy_keeps_its_colour_and_marker_when_the_baseline_is_left_out():
     gaps = lines(plots.difference_vs_qps(paired_difference(frame, "ttft_p99_s", "a"), "ttft_p99_s", "a", "abc"))
     for name in "bc":
         assert gaps[name].marker.color == load[name].line.color
-        assert gaps[name].marker.symbol[0].removesuffix("-open") == load[name].marker.symbol
+        assert gaps[name].marker.symbol[0].removesuffix("-open") == load[name].marker.symbol[0]
     with pytest.raises(InputError, match="order lacks c; it has a, b"):
         plots.difference_vs_qps(paired_difference(frame, "ttft_p99_s", "a"), "ttft_p99_s", "a", "ab")
+
+
+def test_points_whose_queues_kept_growing_are_hollow_and_said_to_be():
+    frame = summary().assign(regime="steady")
+    frame.loc[(frame.policy == "random") & (frame.qps == 30) & (frame.seed == 1), "regime"] = "finite-trace"
+    figure = plots.latency_vs_qps(frame)
+    assert list(lines(figure)["random"].marker.symbol) == ["circle", "circle", "circle-open"]
+    assert list(lines(figure)["least_loaded"].marker.symbol) == ["square"] * 3
+    assert "hollow: queues kept growing" in figure.layout.title.subtitle.text
+    assert "hollow" not in plots.latency_vs_qps(summary()).layout.title.subtitle.text
+
+
+@pytest.mark.parametrize(
+    ("metric", "label"),
+    [
+        ("ttft_p99_all_s", "P99 TTFT, misses counted (s)"),
+        ("e2e_per_token_mean_s", "mean E2E per token (ms)"),
+        ("itl_mean_s", "mean ITL (ms)"),
+        ("ttft_p99_third_s", "P99 TTFT, worst third (s)"),
+        ("goodput_share", "goodput share"),
+    ],
+)
+def test_axes_say_what_the_measure_is_and_in_which_unit(metric, label):
+    frame = summary().assign(**{metric: 0.5})
+    assert plots.latency_vs_qps(frame, metric).layout.yaxis.title.text == label
+
+
+def test_capacities_have_intervals_and_bounds_are_hollow():
+    table = pd.DataFrame(
+        {
+            "policy": ["a", "a", "b", "b"], "kind": ["finite", "sustained"] * 2, "n": [10_000, 30_000] * 2,
+            "limit_s": 10.0, "capacity_qps": [31.0, 30.0, 33.0, 40.0], "low_qps": [30.5, 29.0, 32.0, np.nan],
+            "high_qps": [31.5, 31.0, 34.0, np.nan], "seeds": 10, "censored": ["", "", "", "above"],
+        }
+    )  # fmt: skip
+    figure = plots.capacities(table)
+    finite, sustained = figure.data
+    assert (finite.name, sustained.name) == ("finite, 10,000 requests", "sustained, 30,000 requests")
+    assert list(finite.error_x.array) == [0.5, 1.0] and list(sustained.marker.symbol) == ["square", "square-open"]
+    assert "a bound" in figure.layout.title.subtitle.text and "10 s" in figure.layout.title.text
 
 
 def test_cdf_rises_to_one_at_the_slowest_request_and_counts_the_lost():

@@ -8,6 +8,7 @@ that keeps an SLO, `rank_one` replays decisions on the candidates that were not 
 from .counterfactual import rank_one, replay_decisions
 from .families import holm, simultaneous
 from .frames import NEEDED, STATUSES, listed, require_columns
+from .gaps import inter_token_latencies, token_gaps
 from .inside import queue_lengths, schedule_differences, step_kinds
 from .intervals import interval, over_seeds, p_value, t_interval
 from .knee import KINDS, Capacity, capacity, crossing
@@ -39,6 +40,7 @@ __all__ = [
     "first_above",
     "goodput",
     "holm",
+    "inter_token_latencies",
     "interval",
     "latencies",
     "listed",
@@ -65,6 +67,7 @@ __all__ = [
     "step_kinds",
     "summarise",
     "t_interval",
+    "token_gaps",
     "trend",
     "up_to",
     "verdicts",

@@ -1,6 +1,7 @@
 """What happened inside a run: frames for the figures of queues and schedules."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pandas as pd
@@ -41,23 +42,28 @@ def step_kinds(step_log: pd.DataFrame, trace: pd.DataFrame) -> pd.DataFrame:
     A step that computes all that is left of a request yields its next token. `step_log` is the engine's
     (`step, start_s, end_s, rid, tokens`; preemptions in `attrs`), `trace` gives `rid, prompt_tokens`.
     """
+    return step_log.assign(kind=[kind for kind, _ in walk(step_log, trace)])
+
+
+def walk(step_log: pd.DataFrame, trace: pd.DataFrame) -> Iterator[tuple[str, bool]]:
+    """(kind, whether the request's next token came of it) of each row of a step log, in its order."""
     require_columns(step_log, ("step", "rid", "tokens"))
     lost = step_log.attrs.get("preemptions")
     lost = [] if lost is None else sorted(zip(lost["step"], lost["rid"], strict=True), reverse=True)
     prompt = dict(zip(trace["rid"], trace["prompt_tokens"], strict=True))
     computed, generated = dict.fromkeys(prompt, 0), dict.fromkeys(prompt, 0)
-    redoing, kinds = set(), []
+    redoing = set()
     for step, rid, tokens in zip(step_log["step"], step_log["rid"], step_log["tokens"], strict=True):
         while lost and lost[-1][0] <= step:
             victim = lost.pop()[1]
             computed[victim] = 0
             redoing.add(victim)
-        kinds.append("recompute" if rid in redoing else "decode" if generated[rid] else "prefill")
+        kind = "recompute" if rid in redoing else "decode" if generated[rid] else "prefill"
         computed[rid] += tokens
-        if computed[rid] == prompt[rid] + generated[rid]:
+        if emits := computed[rid] == prompt[rid] + generated[rid]:
             generated[rid] += 1
             redoing.discard(rid)
-    return step_log.assign(kind=kinds)
+        yield kind, emits
 
 
 def schedule_differences(ours: pd.DataFrame, theirs: pd.DataFrame) -> dict[str, int]:
