@@ -9,6 +9,7 @@ import pandas as pd
 
 from astrolabe_lab import arrivals, length, policies, sharegpt_like
 from astrolabe_lab.cost import StepCost
+from astrolabe_lab.sim.cluster import ControlPlane, simulate
 from astrolabe_lab.sim.config import EngineConfig
 
 # One of each policy and variant, as text.
@@ -45,6 +46,16 @@ def requests(arrived_s, prompt_tokens, output_tokens, predicted_tokens=None):
     columns["predicted_tokens"] = output_tokens if predicted_tokens is None else predicted_tokens
     whole = {name: np.broadcast_to(np.asarray(values, np.int64), n) for name, values in columns.items()}
     return pd.DataFrame({"rid": np.arange(n), "arrived_s": np.asarray(arrived_s, np.float64), **whole})
+
+
+BUSY = short_trace(250, 40)
+CHOICE_COLUMNS = ("policy", "predicted_e2e_s")
+DELAYED = ControlPlane(tag_s=0.01, predict_s=(0.05, 0.2), dispatch_s=0.01)
+
+
+def busy(policy, **settings):
+    """The result of BUSY on three tight engines."""
+    return simulate(BUSY, policy, **{"instances": 3, "engine": TIGHT, "cost": COST, **settings})
 
 
 def policy_of(policy):
