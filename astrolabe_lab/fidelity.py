@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass, field
 
@@ -167,12 +168,12 @@ def error_table(requests, peer=None):
 
 
 def _host_note(host_s):
-    if host_s == HOST_S:
+    if math.isclose(host_s, HOST_S):
         return f"host_s={host_s * 1e6:g} us a step: {HOST_SOURCE}"
     return f"host_s={host_s * 1e6:g} us a step, as given"
 
 
 def _spread_note(share):
-    if share == SPREAD_SHARE:
+    if math.isclose(share, SPREAD_SHARE):
         return f"unequal contexts: {share:g} of the way from their mean to the longest: {SPREAD_SOURCE}"
     return f"unequal contexts: {share:g} of the way from their mean to the longest, as given"

@@ -111,7 +111,7 @@ class MadeUpGpu:
     def write_run(self, folder, requests=300, qps=10.0, seed=0, engine=None):
         """Write meta.json and requests.jsonl of a run of our engine on the law (no noise); the folder.
 
-        `requests` are sharegpt_like ones that arrive at `qps`; `engine` is an EngineConfig (default: 128 seats, 2048
+        `requests` are sharegpt_like ones that arrive at `qps`; `engine` is an EngineConfig (default: 48 seats, 2048
         tokens a step).
         """
         from astrolabe_lab import arrivals, sharegpt_like
@@ -120,7 +120,7 @@ class MadeUpGpu:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         engine = engine or EngineConfig(
-            max_num_seqs=128, max_num_batched_tokens=2048, num_gpu_blocks=20_000, max_model_len=8192
+            max_num_seqs=48, max_num_batched_tokens=2048, num_gpu_blocks=20_000, max_model_len=8192
         )
         drawn = sharegpt_like.generate(requests, seed=seed, text=False)
         trace = arrivals.with_arrivals(drawn, qps=qps, seed=seed)

@@ -21,6 +21,7 @@ SMALL = {
     "01_traces": {"requests": 150, "seeds": [0, 1], "instances": 2, "qps": 4.0},
     "02_engine": {"load_requests": 40, "load_seeds": [0, 1], "check_requests": 12},
     "03_dispatch_sweep": {"qps": [6.0, 9.0], "seeds": [0, 1], "requests": 80, "instances": 3},
+    "04_fidelity": {"requests": 60, "qps": 12.0},
 }
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
 
@@ -133,6 +134,27 @@ def test_the_engine_notebook_never_claims_a_comparison_that_was_not_made(execute
 def test_the_sweep_has_every_run_of_its_grid(executed):
     summary = pd.read_parquet(executed("03_dispatch_sweep").with_name("summary.parquet"))
     assert len(summary) == 6 * 2 * 2 and not summary.duplicated(["policy", "qps", "seed"]).any()
+
+
+def test_the_fidelity_notebook_says_when_its_gpu_is_made_up(executed):
+    text = executed("04_fidelity").read_text()
+    assert "a made-up GPU" in text and "our own engine" in text
+    table = pd.read_parquet(executed("04_fidelity").with_name("errors.parquet"))
+    assert len(table) == 15 and table.peer_error_pct.isna().all()
+
+
+@pytest.mark.shared
+def test_the_fidelity_notebook_replays_a_real_run(shared, tmp_path):
+    folder = shared / "data" / "vidur" / "llmservingsim"
+    files = {
+        "timings_dir": str(folder / "RTXPRO6000_Llama-3.1-8B_bf16_tp1"),
+        "run_dir": str(folder / "measured_vllm" / "RTXPRO6000_Llama-3.1-8B"),
+    }
+    path = next(path for path in NOTEBOOKS if path.stem == "04_fidelity")
+    copy = run_notebook(path, files, tmp_path / "real", cell_timeout_s=280)
+    assert "a real run of vLLM 0.19.0" in copy.read_text()
+    table = pd.read_parquet(copy.with_name("errors.parquet")).set_index(["metric", "statistic"])
+    assert table.error_pct.abs().xs("mean", level="statistic").max() < 5 and table.peer_error_pct.notna().all()
 
 
 def test_together_they_make_one_report(executed, tmp_path):
