@@ -7,7 +7,7 @@ what noise in the timings, a fit or a table costs, and nothing about a real GPU.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -115,6 +115,7 @@ class MadeUpGpu:
         tokens a step).
         """
         from astrolabe_lab import arrivals, sharegpt_like
+        from astrolabe_lab.fidelity import pad_sizes_of
         from astrolabe_lab.sim.engine import run_one
 
         folder = Path(folder)
@@ -124,7 +125,8 @@ class MadeUpGpu:
         )
         drawn = sharegpt_like.generate(requests, seed=seed, text=False)
         trace = arrivals.with_arrivals(drawn, qps=qps, seed=seed)
-        result, _ = run_one(trace, engine, self.cost(), log=False)
+        cost = replace(self.cost(), pad_sizes=pad_sizes_of(engine))
+        result, _ = run_one(trace, engine, cost, log=False)
         lines = [
             json.dumps(
                 {

@@ -60,8 +60,8 @@ def test_what_the_host_takes_is_missed_by_as_much_when_it_is_left_out(exact, gpu
     from astrolabe_lab.fidelity import compare
 
     check = compare(*loaded(*exact), host_s=0, spread_share=0)
-    lost = 100 * gpu.host_s / check.table.set_index(["metric", "statistic"]).measured_s["tpot", "mean"]
-    assert lost < -errors(check)["tpot", "mean"] < 1.6 * lost, "shorter steps leave smaller batches: more than it takes"
+    lost = 100 * gpu.host_s / check.table.set_index(["metric", "statistic"]).measured_s["tpot", "median"]
+    assert errors(check)["tpot", "median"] == pytest.approx(-lost, rel=0.25)
 
 
 def test_whole_steps_made_of_layers_are_priced_as_the_law_prices_them(exact, gpu):
