@@ -89,7 +89,11 @@ def capacity(args: argparse.Namespace) -> tuple[dict, str]:
         "capacities": [one.to_dict() for one in found],
     }
     text = "\n".join(map(str, found))
-    if args.baseline is not None and len(labels) > 1:
+    bounds = [f"{one.policy}, {one.kind}" for one in found if one.censored]
+    if args.baseline is not None and bounds:
+        record["differences"] = None
+        text += f"\nno differences: of a bound ({'; '.join(bounds)}) there is none; search wider with --qps LOW,HIGH"
+    elif args.baseline is not None and len(labels) > 1:
         apart = capacity.differences(found, args.baseline)
         record["differences"] = apart.to_dict("records")
         text += f"\n\nagainst {args.baseline}, seed by seed (p corrected for {len(apart)} comparisons):"

@@ -17,7 +17,7 @@ from astrolabe_lab import arrivals, cli, cost, doctor, length, policies, result,
 from astrolabe_lab.sim.cluster import ControlPlane, simulate
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = "doctor run simulate report policies trace".split()
+COMMANDS = "doctor run simulate report policies trace compare capacity".split()
 
 
 def command(*words) -> list[str]:

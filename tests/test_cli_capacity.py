@@ -1,0 +1,71 @@
+"""``astrolabe capacity``: one JSON object, kept runs, and what is refused."""
+
+import json
+
+import pandas as pd
+import pytest
+
+from astrolabe_lab import cli
+
+QUICK = (
+    "capacity --trace sharegpt_like --policy least_loaded --instances 2 --requests 80 --kind finite --seeds 2 "
+    "--qps 2,10 --coarse-qps 4 --fine-qps 2 --limit-s 0.5 --workers 1"
+)
+
+
+def asked(capsys, words):
+    code = cli.main(words.split())
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_capacity_comes_as_one_json_object_and_as_a_sentence(capsys, tmp_path):
+    code, out, err = asked(capsys, f"{QUICK} --out {tmp_path}/kept --json")
+    record = json.loads(out)
+    (one,) = record["capacities"]
+    assert code == 0 and out.count("\n") == 1
+    assert (one["kind"], one["policy"], one["n"], one["seeds"]) == ("finite", "least_loaded", 80, 2)
+    assert 2 <= one["mean_qps"] <= 10 and len(one["per_seed"]) == 2
+    assert record["engine"]["max_num_seqs"] == 48 and record["source"] == "simulated"
+    assert "capacity: least_loaded, finite(80)" in err, "progress goes to stderr"
+    assert json.loads((tmp_path / "kept/capacity.json").read_text()) == record
+    table = pd.read_parquet(tmp_path / "kept/capacity.parquet")
+    assert table["capacity_qps"].tolist() == [one["mean_qps"]]
+    code, out, _ = asked(capsys, f"{QUICK} --out {tmp_path}/kept")
+    assert code == 0 and "requests/s at P99 TTFT <= 0.5 s (finite(80), 2 seeds, fewer than the 10" in out
+    assert f"{one['mean_qps']:.2f}" in out
+
+
+def test_policies_are_set_against_a_baseline_seed_by_seed(capsys):
+    words = f"{QUICK} --policy random --baseline random".replace("2,10", "1,40")
+    code, out, _ = asked(capsys, words + " --json")
+    record = json.loads(out)
+    assert code == 0 and [one["policy"] for one in record["differences"]] == ["least_loaded"]
+    assert record["differences"][0]["mean"] == pytest.approx(
+        record["capacities"][0]["mean_qps"] - record["capacities"][1]["mean_qps"]
+    )
+
+
+def test_of_bounds_there_is_no_difference_and_the_search_is_not_lost(capsys):
+    words = f"{QUICK} --policy random --baseline random".replace("--limit-s 0.5", "--limit-s 900")
+    code, out, _ = asked(capsys, words)
+    assert code == 0 and "no differences: of a bound (least_loaded, finite; random, finite) there is none" in out
+    assert ">= 10.00 requests/s" in out and "2 cross outside the rates searched" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (QUICK.replace("least_loaded", "jsq"), "policy 'jsq' is unknown"),
+        (QUICK + " --baseline random", "--baseline random is not among the policies"),
+        (QUICK.replace("2,10", "10,2"), "want 0 < low < high"),
+        (QUICK.replace("2,10", "some"), "'some' is not LOW,HIGH in requests a second"),
+        (QUICK.replace("--kind finite", "--kind sustained --sustained-requests 50"), "needs runs of 30,000 requests"),
+        (QUICK.replace("sharegpt_like", "nothing.csv"), "nothing.csv"),
+        (QUICK.replace("--seeds 2", "--seeds 0"), "is not a whole number from 1 up"),
+    ],
+)
+def test_wrong_use_is_one_line_and_exit_code_two(words, message, capsys):
+    code, out, err = asked(capsys, words)
+    assert code == 2 and out == "" and message in err
+    assert err.splitlines()[-1].startswith("astrolabe: error:")
