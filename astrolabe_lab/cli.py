@@ -108,6 +108,7 @@ def build_parser() -> argparse.ArgumentParser:
         cli_compare,
         cli_feedback,
         cli_fidelity,
+        cli_length,
         cli_live,
         cli_simulate,
         cli_sweep,
@@ -174,9 +175,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     length = commands.add_parser("length", help="make, judge and mend models of how long answers will be")
     lengths = length.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for name, (summary, example, details) in cli_feedback.COMMANDS.items():
-        sub = add(name, getattr(cli_feedback, name), summary, example, details, to=lengths)
-        cli_feedback.add_arguments(name, sub)
+    for module in (cli_length, cli_feedback):
+        for name, (summary, example, details) in module.COMMANDS.items():
+            sub = add(name, getattr(module, name), summary, example, details, to=lengths)
+            module.add_arguments(name, sub)
 
     cli_tag.add_arguments(add("tag", cli_tag.tag, cli_tag.SUMMARY, cli_tag.EXAMPLE, cli_tag.DETAILS))
     cli_sweep.add_arguments(

@@ -27,7 +27,7 @@ def save(estimator, directory) -> Path:
     """Write ``estimator`` to the folder ``directory`` and return its path. Raises InputError for a folder that
     holds something else."""
     directory = Path(directory)
-    before = _replaceable(directory)
+    before = check_target(directory)
     directory.mkdir(parents=True, exist_ok=True)
     work = directory / f".weights.{os.getpid()}.part"
     shutil.rmtree(work, ignore_errors=True)
@@ -177,8 +177,10 @@ def load_arrays(path: Path) -> dict:
         raise InputError(f"{path} cannot be read ({error}); copy or train the model again") from None
 
 
-def _replaceable(directory: Path) -> str | None:
-    """The weights folder of the model that is there; None where there is none. Raises InputError otherwise."""
+def check_target(directory) -> str | None:
+    """Whether a model can be saved to ``directory``: the weights folder of the model that is there, or None where
+    there is none. Raises InputError where it cannot."""
+    directory = Path(directory)
     if not directory.exists():
         return None
     if not directory.is_dir():

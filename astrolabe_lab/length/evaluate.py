@@ -16,7 +16,7 @@ from astrolabe_lab.length import copies, data, metrics
 from astrolabe_lab.length.baselines import Constant, Noisy, Oracle
 from astrolabe_lab.length.estimator import Estimator
 from astrolabe_lab.length.kinds import make
-from astrolabe_lab.length.split import by_prompt
+from astrolabe_lab.length.split import Split, by_prompt
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,8 @@ DECILES = 10
 @dataclass(frozen=True)
 class Evaluation:
     """``splits``: one row a split, ``mae`` and the rest beside ``constant_mae`` and the rest; ``predictions``: one row
-    a split and test answer, with ``p50, p90, constant``; ``floor``: see ``metrics.noise_floor``."""
+    a split and test answer, with ``p50, p90, constant``; ``floor``: see ``metrics.noise_floor``, or what the
+    frame's ``attrs["noise_floor"]`` knows (its ``mae`` at least)."""
 
     splits: pd.DataFrame
     predictions: pd.DataFrame
@@ -183,6 +184,11 @@ def evaluate(
     )
 
 
+def _floor(frame, judged):
+    """The noise floor: what is known of data made here (``attrs``), else what repeated answers tell."""
+    return frame.attrs.get("noise_floor") or metrics.noise_floor(judged)
+
+
 def _pooled(frame, served_model, pool):
     """Which rows may teach: those of the served model, and the others' in the sources asked for."""
     if pool is True:
@@ -204,6 +210,24 @@ def _copies(learn, held):
             like = copies.near(elsewhere["prompt"].tolist(), theirs["prompt"].tolist())
             found |= set(elsewhere["prompt_uid"][like > 0])
     return learn["prompt_uid"].isin(found).to_numpy()
+
+
+def train(
+    frame: pd.DataFrame, model: Estimator, *, seed: int = 0, test: float = 0.2
+) -> tuple[Estimator, Split]:
+    """(the model fitted to the training prompts of split ``seed``, that split); ``metrics`` of the model holds what it
+    does on the split's other prompts, as ``Evaluation.summary`` has it. A frame of several serving models teaches it
+    to tell them apart."""
+    import pandas as pd
+
+    drawn = by_prompt(frame, seed, test)
+    testing = drawn.rows(frame, "test")
+    row, told = _one(model, frame[~testing], frame[~testing], frame[testing])
+    row = {"split": drawn.name, "seed": seed, "n_copies_left_out": 0} | row
+    judged = Evaluation(pd.DataFrame([row]), told, _floor(frame, frame))
+    summary = {name: value for name, value in judged.summary().items() if value == value}  # JSON has no NaN
+    model.metrics = {"split": drawn.name} | summary
+    return model, drawn
 
 
 def across_sources(

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 WITHIN = (50, 100)
 BUCKETS = 5
+FLOOR_PROMPTS = 20
 _PAIRS_AT_ONCE = 2_000_000
 
 
@@ -102,7 +103,8 @@ def bucket_accuracy(lengths, predicted, censored, edges) -> float:
 
 
 def noise_floor(frame) -> dict[str, float] | None:
-    """What is left to the best of models, from prompts that one serving model answered twice; None without any.
+    """What is left to the best of models, from prompts that one serving model answered more than once; None
+    for fewer than FLOOR_PROMPTS of them, which tell too little.
 
     ``sibling_mae``: the mean difference of two answers to one prompt, the error of predicting a prompt's length by
     another answer to it. ``mae``: that over the square root of 2, the error of knowing every prompt's median if
@@ -121,7 +123,7 @@ def noise_floor(frame) -> dict[str, float] | None:
             differences.append(gaps.mean())
             # Each answer in turn is the truth that the difference is measured against.
             relative.append((gaps * (1 / values[first] + 1 / values[second]) / 2).mean())
-    if not differences:
+    if len(differences) < FLOOR_PROMPTS:
         return None
     mean = float(np.mean(differences))
     return {

@@ -49,7 +49,9 @@ def _file(path: Path, suffix: str):
     if not path.is_file():
         raise InputError(f"{path} does not exist: check the path (relative paths start at {Path.cwd()})")
     if suffix not in _READERS:
-        raise InputError(f"{path}: answers are read from .csv, .json, .jsonl and .parquet, plain or .gz; rename it")
+        raise InputError(
+            f"{path}: answers are read from .csv, .json, .jsonl and .parquet, plain or .gz; rename it"
+        )
     reader = _READERS[suffix]
     if reader == "json":
         return _json(path, datasets)
@@ -74,7 +76,9 @@ def _all_text(path: Path, datasets):
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} cannot be read as CSV: {error}; it must be UTF-8, and whole") from None
     if not header or len(set(header)) != len(header):
-        raise InputError(f"{path}: the header {header} is empty or names a column twice; name each column once")
+        raise InputError(
+            f"{path}: the header {header} is empty or names a column twice; name each column once"
+        )
     return datasets.Features({name: datasets.Value("string") for name in header})
 
 
@@ -83,7 +87,11 @@ def _json(path: Path, datasets):
     entries, where = json_entries(decoded(read_bytes(path), path), path)
     for i, entry in enumerate(entries):
         if not isinstance(entry, dict):
-            what = f"not JSON ({entry})" if isinstance(entry, Exception) else f"{type(entry).__name__}, not an object"
+            what = (
+                f"not JSON ({entry})"
+                if isinstance(entry, Exception)
+                else f"{type(entry).__name__}, not an object"
+            )
             raise InputError(f"{path}, {where(i)}: {what}; correct the file, or leave that row out")
     for entry in entries:
         for turns in ("conversations", "messages"):
@@ -149,7 +157,9 @@ def _with_first_turns(table, datasets):
     if turns is None:
         return table
     pairs = [first_turns(row) for row in column(table, turns)]
-    kept = table.remove_columns([name for name in (turns, "prompt", "response") if name in table.column_names])
+    kept = table.remove_columns(
+        [name for name in (turns, "prompt", "response") if name in table.column_names]
+    )
     return datasets.Dataset.from_dict(
         kept[:] | {"prompt": [prompt for prompt, _ in pairs], "response": [answer for _, answer in pairs]}
     )
@@ -170,3 +180,22 @@ def _quiet(datasets):
     finally:
         if shown:
             datasets.enable_progress_bars()
+
+
+def prompts_in(source, name: str | None = None, split: str = "train") -> list[str]:
+    """The texts in the column ``name`` of a source, or in the first that is commonly one of prompts. Raises
+    InputError where there is none."""
+    from astrolabe_lab.length.data import KNOWN
+
+    table = read(source, split)
+    found = (
+        name
+        if name is not None
+        else next((one for one in KNOWN["prompt"] if one in table.column_names), None)
+    )
+    if found not in table.column_names:
+        raise InputError(
+            f"{source} has no column {found or ' or '.join(KNOWN['prompt'])!r} of prompts; it has "
+            f"{', '.join(table.column_names)}"
+        )
+    return [text for text in column(table, found) if isinstance(text, str)]
