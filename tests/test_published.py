@@ -1,89 +1,91 @@
-"""The published status: what is read is what was written, whole, whoever reads when."""
+"""The paper's figures beside ours: worked out from what a sweep measured, never from the paper."""
 
-import multiprocessing
-import time
+import math
 
-import numpy as np
+import pandas as pd
 import pytest
-from published_engines import publish
 
+from astrolabe_lab import published
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve.published import StatusReader, StatusWriter
-from astrolabe_lab.sim.status import HEADER, ROW
+
+RATES = (30.0, 31.0, 32.0, 33.0)
 
 
-def write_for(path, seconds):
-    """Statuses in which every number says which one it is."""
-    writer = StatusWriter(path)
-    j, end = 0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        j += 1
-        n = j % 97
-        header, rows = np.zeros(1, HEADER), np.zeros(n, ROW)
-        header["taken_s"], header["n_rows"], header["n_running"], header["free_blocks"] = j, n, n, j
-        rows["rid"] = rows["prompt"] = rows["computed"] = rows["predicted"] = j
-        writer.write(header, rows)
+def sweep(knees, shift=(0.0, 0.1, -0.1), rates=RATES):
+    """Runs whose P99 TTFT crosses 10 s exactly at each policy's knee, log-linearly; seeds are shifted against it."""
+    rows = []
+    for policy, knee in knees.items():
+        for seed, off in enumerate(shift):
+            for qps in rates:
+                tail_s = 10 * math.exp(2 * (qps - knee - off))
+                rows.append({"policy": policy, "qps": qps, "seed": seed, "ttft_p99_s": tail_s, "preemptions": 0})
+    frame = pd.DataFrame(rows)
+    for name in ("ttft_mean_s", "e2e_mean_s", "e2e_p99_s", "throughput_rps"):
+        frame[name] = frame.get(name, frame["ttft_p99_s"])
+    return frame
 
 
-def test_no_read_beside_a_writer_in_another_process_is_torn(tmp_path):
-    path = tmp_path / "status"
-    writer = multiprocessing.get_context("spawn").Process(target=write_for, args=(path, 3.0))
-    writer.start()
-    try:
-        while not path.exists():
-            time.sleep(0.01)
-        reader = StatusReader(path)
-        reads, seen = 0, set()
-        while writer.is_alive():
-            status = reader.read()
-            which = int(status.taken_s)
-            assert len(status.rows) == which % 97
-            for name in ("rid", "prompt", "computed", "predicted"):
-                assert (status.rows[name] == which).all(), name
-            assert status.free_blocks == which
-            reads += 1
-            seen.add(which)
-        assert reads > 100
-        assert len(seen) > 20
-    finally:
-        writer.kill()
-        writer.join()
+def rows(summary):
+    return published.measured(summary).set_index("what")
 
 
-def test_a_restarted_engine_is_told_from_its_predecessor(tmp_path):
-    path = tmp_path / "status"
-    publish(StatusWriter(path), 1.0)
-    first = StatusReader(path)
-    assert first.current()
-    publish(StatusWriter(path), 2.0)
-    assert not first.current()
-    assert first.read().taken_s == 1.0
-    second = StatusReader(path)
-    assert second.read().taken_s == 2.0
-    assert second.epoch != first.epoch
+def test_a_capacity_is_where_each_seed_crosses_ten_seconds():
+    found = rows(sweep({published.PO2: 31.4, published.LLUMNIX: 31.25}))
+    assert found.here["capacity, Po2"] == pytest.approx(31.4) and found.seeds["capacity, Po2"] == 3
+    assert found.here["capacity, Llumnix-"] == pytest.approx(31.25)
+    half = 0.1 * 4.302652729911275 / math.sqrt(3)  # t of two degrees of freedom, standard deviation 0.1
+    assert found.high["capacity, Po2"] == pytest.approx(31.4 + half)
 
 
-def test_a_status_whose_engine_died_while_writing_is_refused_not_returned(tmp_path):
-    path = tmp_path / "status"
-    writer = StatusWriter(path)
-    publish(writer, 1.0, [(1, 32, 4, 64)])
-    reader = StatusReader(path)
-    writer._control["sequence"] += 1
-    with pytest.raises(TimeoutError, match="dead or stuck"):
-        reader.read()
+def test_a_difference_of_capacities_is_taken_seed_by_seed():
+    found = rows(sweep({published.PO2: 31.4, published.LLUMNIX: 31.25, published.PO2 + published.TRUE_LENGTHS: 32.0}))
+    assert found.here["Po2 over Llumnix-"] == pytest.approx(0.15)
+    assert found.low["Po2 over Llumnix-"] == pytest.approx(0.15)  # the shift of a seed cancels
+    assert found.here["true lengths, Po2"] == pytest.approx(0.6)
 
 
-@pytest.mark.parametrize("content", [b"", b"short", b"x" * 5000])
-def test_a_file_that_is_no_status_is_named(tmp_path, content):
-    path = tmp_path / "status"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match="status of an engine"):
-        StatusReader(path)
+@pytest.mark.parametrize(("knee", "verdict"), [(31.6, "agrees"), (30.6, "differs"), (32.5, "differs")])
+def test_the_verdict_is_whether_the_interval_meets_the_papers_margin(knee, verdict):
+    table = published.compare(sweep({published.PO2: knee}, shift=(0.0, 0.01, -0.01)))
+    assert table.verdict["capacity, Po2"] == verdict
+    assert table.loc["capacity, Po2", "here"] == f"{knee:.2f} QPS"
+    assert table.loc["capacity, Po2", "difference"] == f"{knee - 31.6:+.2f} QPS"
 
 
-def test_requests_past_the_capacity_are_counted_not_written(tmp_path):
-    writer = StatusWriter(tmp_path / "status", capacity=2)
-    publish(writer, 1.0, [(j, 16, 1, 9) for j in range(5)])
-    status = StatusReader(tmp_path / "status").read()
-    assert len(status.rows) == 2
-    assert int(status.header["n_rows"][0]) == 5
+def test_what_did_not_run_and_what_never_crossed_is_said_so():
+    table = published.compare(sweep({published.PO2: 40.0, published.LLUMNIX: 31.0}))
+    assert table.here["capacity, Po2"] == "beyond the rates" and table.verdict["capacity, Po2"] == ""
+    assert table.here["capacity, Po4"] == "not run" and table.here["Po2 over Llumnix-"] == "beyond the rates"
+    assert table.here["capacity, Llumnix-"] == "31.00 QPS"
+
+
+def test_the_most_that_is_gained_is_that_of_the_best_rate_and_its_spread_that_of_the_seeds_there():
+    summary = sweep({published.PO2: 31.0, published.LLUMNIX: 31.0})
+    for qps, share in zip(RATES, (0.9, 0.5, 0.7, 1.2), strict=True):
+        mine = (summary.policy == published.PO2) & (summary.qps == qps)
+        for seed, extra in enumerate((0.0, 0.02, -0.02)):
+            summary.loc[mine & (summary.seed == seed), "ttft_mean_s"] *= share + extra
+    found = rows(summary).loc["most that Po2 takes off mean TTFT"]
+    assert 49 < found.here < 51 and found.low < found.here < found.high
+
+
+def test_preemptions_are_counted_at_the_papers_rate():
+    summary = sweep({published.PO2: 31.0, published.LLUMNIX: 31.0})
+    at = (summary.qps == 32) & (summary.policy == published.LLUMNIX)
+    summary.loc[at, "preemptions"] = [1700, 1800, 1900]
+    found = rows(summary)
+    assert found.here["preemptions at 32 QPS, Llumnix-"] == 1800 and found.here["preemptions at 32 QPS, Po2"] == 0
+    table = published.compare(summary)
+    assert table.verdict["preemptions at 32 QPS, Llumnix-"] == "agrees"
+    assert table.verdict["preemptions at 32 QPS, Po2"] == "differs"
+    assert table.loc["preemptions at 32 QPS, Llumnix-", "paper"] == "1,800"
+
+
+def test_one_seed_has_no_interval_and_is_judged_by_the_papers_margin_alone():
+    table = published.compare(sweep({published.PO2: 31.8}, shift=(0.0,)))
+    assert table.loc["capacity, Po2", ["interval", "verdict"]].tolist() == ["one seed", "agrees"]
+
+
+def test_a_frame_of_something_else_is_refused():
+    with pytest.raises(InputError, match="qps"):
+        published.compare(pd.DataFrame({"policy": ["random"]}))

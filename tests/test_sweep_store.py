@@ -112,7 +112,7 @@ def test_a_call_in_python_and_a_grid_share_their_runs(out, tmp_path):
         {"requests": 41}, {"instances": 3}, {"lengths": "noisy:0.5"}, {"engine.max_num_seqs": 24},
         {"cost.host_s": 0.001}, {"delays": "paper"}, {"latency_noise.common": 0.1}, {"extension_tokens": 11},
         {"arrivals": "constant"}, {"faults": [SLOW]}, {"predictor_cost.base_s": 0.1},
-        {"seed": 7}, {"qps": 4.5}, {"policy": "astrolabe:k=1"}, {"trace": "chat"},
+        {"seed": 7}, {"qps": 4.5}, {"policy": "astrolabe:k=1"}, {"trace": "family:chat"},
     ],
     ids=lambda change: "".join(change),
 )  # fmt: skip
@@ -383,7 +383,7 @@ def test_what_cannot_be_told_apart_is_not_stored(out):
 def test_the_fingerprint_of_the_code_covers_every_module_that_a_run_loads():
     script = (
         "import sys\nfrom astrolabe_lab import sweep\n"
-        "shared = {'trace': 'chat', 'requests': 5, 'qps': 2, 'delays': 'paper'}\n"
+        "shared = {'trace': 'family:chat', 'requests': 5, 'qps': 2, 'delays': 'paper'}\n"
         "grid = {'defaults': shared, 'cells': [{'policy': 'astrolabe'}]}\n"
         "sweep.run(grid, workers=1, progress=False)\n"
         "print(*(name for name in sys.modules if name.startswith('astrolabe_lab.')))"

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
+from astrolabe_lab import generators
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.generators import arrivals_of
 
 from . import identity
 from .settings import members, options_of, policy_of
@@ -91,10 +91,11 @@ def resolve(cell: Cell, sources: Sources) -> Run:
     try:
         policy = policy_of(given)
         options = options_of(given, sources.folder)
+        usual = "trace" if given.get("qps") is None else generators.arrivals_of(given.get("trace"))
         return Run(
             cell,
             _requests(given, sources),
-            given.get("arrivals") or ("trace" if given.get("qps") is None else arrivals_of(given.get("trace"))),
+            given.get("arrivals") or usual,
             given.get("alpha"),
             policy,
             options,
@@ -105,7 +106,7 @@ def resolve(cell: Cell, sources: Sources) -> Run:
 
 def _requests(given: Mapping[str, object], sources: Sources) -> Requests:
     if "trace" not in given:
-        raise InputError(f"trace is missing: a file, or {' or '.join(GENERATORS)}")
+        raise InputError(f"trace is missing: a file, or {generators.SPECS}")
     sample = given.get("sample", "head")
     if sample not in SAMPLES:
         raise InputError(f"sample={sample!r} is unknown: allowed are {', '.join(SAMPLES)}")
@@ -115,8 +116,8 @@ def _requests(given: Mapping[str, object], sources: Sources) -> Requests:
     loading = {name: given[name] for name in ("format", "on_bad", "unsorted") if given.get(name) is not None}
     loading |= members(given, "filter")
     trace, seed = given["trace"], given.get("seed", 0)
-    if isinstance(trace, str) and trace in GENERATORS:
-        if count is None:
+    if generators.is_generator(trace):
+        if count is None and trace in GENERATORS:
             raise InputError(f"requests is missing: say how many requests {trace} should draw")
         if loading or sample != "head":
             stray = ", ".join([*loading, *["sample"] * (sample != "head")])

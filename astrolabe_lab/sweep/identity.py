@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 PACKAGES = ("numpy", "numba", "pandas")  # those whose version can change a number
 # Modules of this package that no run uses: a change in one of them leaves stored results valid.
 APART = (
-    *("bench", "cli", "doctor", "oracle", "parameters", "plots", "record", "recorded", "report", "run", "serve"),
-    "vllm_scheduler",
+    *("bench", "capacity", "cli", "doctor", "fidelity", "measured_run", "oracle", "parameters", "plots", "published"),
+    *("record", "recorded", "report", "run", "serve", "vllm_scheduler"),
 )
 LENGTH = 16
 

@@ -15,7 +15,7 @@ from functools import cache
 from astrolabe_lab.errors import InputError
 
 PLAIN = {
-    "trace": "a file (a relative path starts at the grid's folder), sharegpt_like, or family:NAME as in family:mixed",
+    "trace": "a file (a relative path starts at the grid's folder), sharegpt_like, family:NAME or servegen:PATH",
     "format": "the trace file's format (default: the content tells)",
     "on_bad": "bad rows of a trace file: error (the default) or drop",
     "unsorted": "times of a trace file that go back: error (the default) or sort",

@@ -14,7 +14,7 @@ from astrolabe_lab.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-GENERATORS = generators.NAMES
+GENERATORS = generators.NAMES  # those that need no file, and so draw where runs are made
 SAMPLES = ("head", "permute", "resample")
 KEPT = 4  # prepared sets that a process keeps
 
@@ -44,33 +44,25 @@ class Sources:
     ) -> Requests:
         """What runs on this trace serve: a trace frame, the path of a file (`loading` goes to `trace.load`), or a
         generator. What a length model predicts is worked out here, where the model is."""
-        drawn = isinstance(trace, str) and trace in GENERATORS
-        if drawn and not lengths.startswith("tagger:"):
+        tagged, drawn = lengths.startswith("tagger:"), generators.is_generator(trace)
+        if drawn and trace in GENERATORS and not tagged:
             return Requests(trace, count, sample, lengths, seed)
         named = (trace, count, seed) if drawn else id(trace) if hasattr(trace, "columns") else str(trace)
-        key = named, tuple(sorted(loading.items())), lengths if lengths.startswith("tagger:") else ""
+        key = named, tuple(sorted(loading.items())), lengths if tagged else ""
         if key not in self._found:
-            self._found[key] = self._keep(self._frame(trace, count, seed, loading), lengths)
-        if lengths.startswith("tagger:"):
-            lengths = "trace"
-        return Requests(self._found[key], None if drawn else count, sample, lengths, seed)
+            frame = generators.draw(trace, count, seed, text=tagged) if drawn else self._frame(trace, loading)
+            self._found[key] = self._keep(frame, lengths)
+        return Requests(self._found[key], None if drawn else count, sample, "trace" if tagged else lengths, seed)
 
-    def _frame(self, trace: object, count: int | None, seed: int, loading: dict) -> pd.DataFrame:
+    def _frame(self, trace: object, loading: dict) -> pd.DataFrame:
         import pandas as pd
 
         from astrolabe_lab.trace import load
 
         if isinstance(trace, pd.DataFrame):
             return trace
-        if isinstance(trace, str) and trace in GENERATORS:
-            return generators.draw(trace, count, seed, text=True)
-        if generators.is_generator(trace):
-            raise InputError(
-                f"trace={trace!r}: a sweep draws from {', '.join(GENERATORS)}; make a file of others first, with "
-                "astrolabe trace make"
-            )
         if not isinstance(trace, (str, Path)):
-            raise InputError(f"trace={trace!r} is no file, trace frame or generator ({', '.join(GENERATORS)})")
+            raise InputError(f"trace={trace!r} is no file, trace frame or generator ({generators.SPECS})")
         key = str(trace), tuple(sorted(loading.items()))
         if key not in self._read:
             path = Path(trace).expanduser()
