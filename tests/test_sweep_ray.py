@@ -96,7 +96,7 @@ def test_a_ray_cluster_gives_the_rows_that_this_machine_gives(cluster, tmp_path)
 
 def test_a_run_whose_process_is_killed_there_is_tried_again_and_then_named_and_the_others_go_on(cluster, tmp_path):
     grid = GRID | {"grid": {"policy": ["random", Ends()], "qps": [6], "seed": [0, 1]}}
-    with pytest.raises(CrewError, match="Ends at 6 QPS, seed 0: its process or node was lost: .*2 of 4 runs are in"):
+    with pytest.raises(CrewError, match="Ends at 6 QPS, seed .: its process or node was lost: .*2 of 4 runs are in"):
         sweep.run(grid, tmp_path / "out", on=cluster.address, progress=False, retries=1)
     assert set(sweep.read(tmp_path / "out").policy) == {"random"}
 
@@ -126,6 +126,20 @@ def test_the_runs_of_a_node_that_dies_are_made_on_another(cluster, tmp_path):
     pd.testing.assert_frame_equal(measured(rows), measured(sweep.run(grid, workers=1, progress=False)))
 
 
-def test_a_cluster_that_is_not_there_is_said_to_be_so(tmp_path):
-    with pytest.raises(InputError, match="cannot reach a Ray cluster at '127.0.0.1:1'"):
-        sweep.run(GRID, on="127.0.0.1:1", progress=False)
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1"])
+def test_a_cluster_that_is_not_there_is_said_to_be_so(address):
+    with pytest.raises(InputError, match=f"cannot reach a Ray cluster at '{address}': .*refused"):
+        sweep.run(GRID, on=address, progress=False)
+
+
+def test_the_end_of_this_process_is_still_ours_after_a_sweep_on_ray(cluster):
+    def ours(*_):
+        pass
+
+    before = signal.signal(signal.SIGTERM, ours)
+    try:
+        small = GRID | {"grid": {"policy": ["random"], "qps": [6], "seed": [0]}}
+        assert len(sweep.run(small, on=cluster.address, progress=False)) == 1
+        assert signal.getsignal(signal.SIGTERM) is ours
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from astrolabe_lab import crew
 
+from . import identity
 from .cell import Run, row_of, run_cell
 from .grid import Grid
 from .progress import Progress
@@ -107,7 +108,10 @@ class Conductor:
         else:
             from . import ray_crew
 
-            ended = ray_crew.each(job, todo, self.on, self.workers, retries=self.retries, failures=failures)
+            modules = identity.own_modules(run.policy for run in todo)
+            ended = ray_crew.each(
+                job, todo, self.on, self.workers, retries=self.retries, failures=failures, modules=modules
+            )
         for at, result in ended:
             yield order[at], result
 

@@ -180,6 +180,13 @@ def _filled(cell: types.CellType) -> bool:
         return False
 
 
+def own_modules(objects: Iterable[object]) -> list[types.ModuleType]:
+    """The modules of the user's own that hold the classes of these objects: no other machine need have them."""
+    kinds = {base for value in objects for base in type(value).__mro__ if _is_own(base)}
+    names = {kind.__module__ for kind in kinds} - {"__main__", "builtins"}
+    return [sys.modules[name] for name in sorted(names) if name in sys.modules]
+
+
 def _is_own(thing: type | types.FunctionType) -> bool:
     """Whether the user wrote it: it is neither of this package, nor of Python, nor installed."""
     top = (thing.__module__ or "builtins").partition(".")[0]

@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import signal
+import socket
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import ModuleType
+
+import cloudpickle
 
 from astrolabe_lab.crew import Failure, attempt, judged, pickled
 from astrolabe_lab.errors import InputError
@@ -21,27 +26,47 @@ AHEAD = 2  # jobs handed to the cluster for each of its processors, so that none
 
 
 def each(
-    job: Callable, items: Sequence, address: str, workers: int | None, *, retries: int = 0, failures: str = "raise"
+    job: Callable,
+    items: Sequence,
+    address: str,
+    workers: int | None,
+    *,
+    retries: int = 0,
+    failures: str = "raise",
+    modules: Sequence[ModuleType] = (),
 ) -> Iterator[tuple[int, object]]:
     """(index, job(items[index])) for every item, as they end, on the cluster at `address`; see `crew.each`.
 
     `address`: "ray" is the cluster this process is connected to, or RAY_ADDRESS names, or runs on this machine, or else
     one of this machine's own; otherwise what `ray.init` takes. `workers`: at most so many jobs at once (default: as
-    many as the cluster has processors). A job whose node or process dies is run elsewhere, `retries` times.
+    many as the cluster has processors). A job whose node or process dies is run elsewhere, `retries` times. `modules`
+    travel with the jobs: those that the nodes cannot import.
     """
-    return judged(_spread(job, items, address, workers, retries), items, failures)
+    with _by_value(modules):
+        payload = pickled((job, list(items)))
+    return judged(_spread(payload, len(items), address, workers, retries), items, failures)
 
 
-def _spread(job, items, address, workers, retries) -> Iterator[tuple[int, object]]:
+@contextlib.contextmanager
+def _by_value(modules: Sequence[ModuleType]) -> Iterator[None]:
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _spread(payload: bytes, total: int, address: str, workers: int | None, retries: int) -> Iterator:
     ray = _ray()
-    payload = pickled((job, list(items)))
     name = identity.fingerprint(payload)
     with _connected(ray, address):
         import numpy as np
 
         shared = ray.put(np.frombuffer(payload, np.uint8))  # an array is read in place, on every node
         work = ray.remote(num_cpus=1, max_retries=0)(_work)
-        todo, tries, busy = deque(range(len(items))), [0] * len(items), {}
+        todo, tries, busy = deque(range(total)), [0] * total, {}
         try:
             while todo or busy:
                 most = workers or AHEAD * max(1, int(ray.cluster_resources().get("CPU", 1)))
@@ -106,6 +131,8 @@ def _connected(ray, address: str) -> Iterator[None]:
         "log_to_driver": False,
         "logging_level": "warning",
     }
+    _reach(address)
+    on_end = signal.getsignal(signal.SIGTERM)
     try:
         if address == "ray":
             try:
@@ -116,10 +143,23 @@ def _connected(ray, address: str) -> Iterator[None]:
             ray.init(address, **options)
     except Exception as error:
         raise InputError(f"cannot reach a Ray cluster at {address!r}: {_first_line(error)}") from error
+    with contextlib.suppress(ValueError):  # not the main thread, which alone has handlers
+        signal.signal(signal.SIGTERM, on_end)  # Ray's own would end this process without a word
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _reach(address: str) -> None:
+    """Raise InputError where nobody listens at an address HOST:PORT: Ray itself would try for ever."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise InputError(f"cannot reach a Ray cluster at {address!r}: {error}") from None
 
 
 def _ray():
