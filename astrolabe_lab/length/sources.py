@@ -64,6 +64,8 @@ def _file(path: Path, suffix: str):
             )
         except Exception as error:  # each reader raises its own kinds
             reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
+            if "corresponds to no data" in reason[0]:
+                raise InputError(f"{path} has no rows: nothing to learn from") from None
             raise InputError(f"{path} cannot be read as {reader}: {reason[0][:200]}") from None
 
 
