@@ -1,0 +1,333 @@
+"""Claims about judging length models: the measures, against independent oracles, and that nothing flatters."""
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from astrolabe_lab import cli, length, sharegpt_like
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.length import data, metrics
+from astrolabe_lab.length.baselines import Constant
+from astrolabe_lab.length.evaluate import Evaluation, across_sources, evaluate, train
+from astrolabe_lab.length.ridge import PromptRidge
+
+RNG = np.random.default_rng(11)
+UNCUT = np.zeros(400, dtype=bool)
+
+
+def answers(n=300, seed=0, samples=1, model="m", source="s", sd=0.3, scale=1.0, tail=""):
+    """A frame of answers: the prompt's verb sets the median, lognormal noise the rest."""
+    rng = np.random.default_rng(seed)
+    verbs = rng.choice(["List", "Name", "Explain", "Write"], n)
+    medians = scale * pd.Series(verbs).map({"List": 80.0, "Name": 8.0, "Explain": 250.0, "Write": 600.0}).to_numpy()
+    rows = []
+    for sample in range(samples):
+        lengths = np.maximum(1, np.rint(medians * np.exp(sd * rng.standard_normal(n))))
+        for i in range(n):
+            prompt = f"{verbs[i]} number {i} of {source}{tail}"
+            rows.append((data.prompt_uid(prompt), prompt, lengths[i], model, False, source, sample))
+    return pd.DataFrame(rows, columns=list(data.COLUMNS))
+
+
+# --- the measures ---------------------------------------------------------------------------------------------
+
+
+def test_concordance_is_somers_d_of_scipy():
+    from scipy.stats import somersd
+
+    true = RNG.integers(1, 40, 400).astype(float)
+    told = np.rint(true + RNG.normal(0, 12, 400))
+    assert metrics.concordance(true, told, UNCUT) == pytest.approx(somersd(true, told).statistic)
+
+
+def test_concordance_knows_perfect_upside_down_and_constant():
+    true = RNG.permutation(400) + 1.0
+    assert metrics.concordance(true, true**3, UNCUT) == 1.0
+    assert metrics.concordance(true, -true, UNCUT) == -1.0
+    assert metrics.concordance(true, np.full(400, 5.0), UNCUT) == 0.0
+    assert math.isnan(metrics.concordance(np.ones(400), true, UNCUT))
+
+
+def test_a_cut_off_answer_decides_only_the_pairs_that_it_can():
+    """Of true lengths 5, 9, over 7 and over 7: 5 is shorter than all, and that is all that is known."""
+    true, cut = np.array([5.0, 9.0, 7.0, 7.0]), np.array([False, False, True, True])
+    assert metrics.concordance(true, np.array([1.0, 2.0, 3.0, 0.5]), cut) == pytest.approx((2 - 1) / 3)
+
+
+def test_concordance_of_many_is_that_of_all_pairs(monkeypatch):
+    true, told, cut = RNG.random(300), RNG.random(300), RNG.random(300) < 0.2
+    whole = metrics.concordance(true, told, cut)
+    monkeypatch.setattr(metrics, "_PAIRS_AT_ONCE", 1000)
+    assert metrics.concordance(true, told, cut) == whole
+
+
+def test_errors_are_those_of_scikit_learn():
+    sk = pytest.importorskip("sklearn.metrics")
+    true, told = RNG.integers(1, 500, 400).astype(float), RNG.integers(1, 500, 400).astype(float)
+    found = metrics.errors(true, told, UNCUT)
+    assert found["mae"] == found["mae_at_least"] == pytest.approx(sk.mean_absolute_error(true, told))
+    assert found["mape"] == pytest.approx(sk.mean_absolute_percentage_error(true, told))
+    assert found["rmse"] == pytest.approx(sk.root_mean_squared_error(true, told))
+    assert found["bias"] == pytest.approx((told - true).mean())
+    assert found["within_50"] == np.mean(np.abs(told - true) <= 50)
+    for level in (0.5, 0.9):
+        assert metrics.pinball(true, told, UNCUT, level) == pytest.approx(sk.mean_pinball_loss(true, told, alpha=level))
+
+
+def test_cut_off_answers_bound_the_error_from_below():
+    true = RNG.lognormal(5, 0.6, 400)
+    cut = true > 250
+    told = np.full(400, 180.0)
+    seen = metrics.errors(np.where(cut, 250.0, true), told, cut)
+    assert seen["mae_at_least"] <= metrics.errors(true, told, UNCUT)["mae"]
+    assert seen["censored"] == cut.sum() and seen["n"] == 400
+
+
+def test_coverage_sees_through_cuts():
+    true = RNG.lognormal(5, 0.6, 20_000)
+    limit = RNG.lognormal(5.6, 0.6, 20_000)
+    quantile = np.full(20_000, np.quantile(true, 0.8))
+    covered = metrics.coverage(np.minimum(true, limit), quantile, true > limit)
+    assert covered == pytest.approx(0.8, abs=0.015)
+    assert metrics.coverage(true, quantile, np.zeros(20_000, bool)) == pytest.approx(np.mean(true <= quantile))
+
+
+def test_buckets_are_equal_shares_of_what_was_learned_from():
+    lengths = np.arange(1.0, 401.0)
+    edges = metrics.bucket_edges(lengths, UNCUT)
+    shares = np.bincount(np.searchsorted(edges, lengths, side="right"))
+    assert len(edges) == 4 and np.ptp(shares) <= 1
+    assert metrics.bucket_accuracy(lengths, lengths, UNCUT, edges) == 1.0
+    assert metrics.bucket_accuracy(lengths, np.full(400, 200.0), UNCUT, edges) == pytest.approx(0.2, abs=0.01)
+
+
+def test_the_noise_floor_from_two_answers_is_the_known_one():
+    """Two traces of one seed differ in noise alone: their floor is known from the generator's parameters."""
+    n = 3000
+    medians = sharegpt_like.features(n, seed=0)["median_tokens"].to_numpy()
+    rng = np.random.default_rng(0)
+    rows = [
+        (f"p{i}", f"p{i}", max(1.0, round(median * math.exp(sharegpt_like.SIGMA * z))), "m", False, "s", sample)
+        for sample in range(2)
+        for i, (median, z) in enumerate(zip(medians, rng.standard_normal(n), strict=True))
+    ]
+    found = metrics.noise_floor(pd.DataFrame(rows, columns=list(data.COLUMNS)))
+    known = sharegpt_like.noise_floor()
+    assert found["prompts"] == n
+    assert found["mae"] == pytest.approx(known.mae_tokens, rel=0.05)
+    assert found["mape"] == pytest.approx(known.mape, rel=0.05)
+    assert found["mae_low"] < known.mae_tokens < found["mae_high"]
+    assert metrics.noise_floor(answers(50)) is None
+
+
+# --- judging --------------------------------------------------------------------------------------------------
+
+
+def test_a_model_stands_beside_the_constant_of_the_same_answers():
+    found = evaluate(answers(), "constant", splits=3)
+    table = found.splits
+    assert (table["mae"] == table["constant_mae"]).all() and (table["concordance"] == 0).all()
+    assert found.summary()["reduction"] == 0 and found.summary()["splits"] == 3
+    assert table["n_train"].tolist() == [240] * 3 and table["n_test"].tolist() == [60] * 3
+    assert len(found.predictions) == 180
+
+
+def test_prompts_that_are_judged_were_not_learned_from():
+    """Of answers that only the exact prompt could tell, a model with a perfect memory learns nothing."""
+
+    class Memory(Constant):
+        kind = "memory"
+
+        def _learn(self, samples):
+            super()._learn(samples)
+            self.seen = dict(zip(samples.prompts, samples.lengths, strict=True))
+
+        def _quantiles(self, prompts, models, levels):
+            plain = super()._quantiles(prompts, models, levels)
+            known = np.array([self.seen.get(prompt, np.nan) for prompt in prompts])
+            return np.where(np.isnan(known)[:, None], plain, known[:, None])
+
+    found = evaluate(answers(100, samples=3), Memory(), splits=4)
+    assert (found.splits["mae"] == found.splits["constant_mae"]).all()
+
+
+def test_a_good_model_closes_the_gap_between_constant_and_floor():
+    found = evaluate(answers(400, samples=2), PromptRidge(vocabulary=30), splits=2).summary()
+    assert found["floor_prompts"] == 400 and found["reduction"] > 0.4
+    assert found["gap_closed"] > 0.9
+    assert found["coverage_p90"] == pytest.approx(0.9, abs=0.06)
+    assert found["concordance"] > 0.6 and found["pinball_p90"] < found["constant_pinball_p90"]
+
+
+def test_the_oracle_is_told_the_truth_and_noise_on_it_comes_out_as_asked():
+    assert evaluate(answers(), "oracle").summary()["mae"] == 0
+    noisy = evaluate(answers(2000), "noisy:model=oracle,relative_error=0.3", test=0.9).summary()
+    assert noisy["mape"] == pytest.approx(0.3 * math.sqrt(2 / math.pi), rel=0.08)
+
+
+def test_the_interval_is_wider_than_one_for_independent_splits():
+    gains = np.array([10.0, 12.0, 8.0, 14.0])
+    splits = pd.DataFrame(
+        {
+            "split": list("abcd"),
+            "seed": range(4),
+            "mae": 100 - gains,
+            "constant_mae": 100.0,
+            **dict.fromkeys(("n_train", "n_prompts_train"), 80),
+            **dict.fromkeys(("n_test", "n_prompts_test"), 20),
+            **dict.fromkeys(("n_pool", "n_copies_left_out", "n_censored_test"), 0),
+        }
+    )
+    found = Evaluation(splits, pd.DataFrame(), None).summary()
+    from scipy.stats import t
+
+    half = t.ppf(0.975, 3) * gains.std(ddof=1) * math.sqrt(1 / 4 + 20 / 80)
+    assert found["reduction"] == pytest.approx(0.11)
+    assert found["reduction_high"] - found["reduction_low"] == pytest.approx(2 * half / 100)
+
+
+def test_groups_show_where_the_error_is():
+    found = evaluate(answers(600), PromptRidge(vocabulary=30))
+    for what in ("prompt_length", "length", "source", "model"):
+        table = found.by(what)
+        assert table["n"].sum() == 120
+        assert np.average(table["mae"], weights=table["n"]) == pytest.approx(found.summary()["mae"])
+    by_length = found.by("length")
+    assert by_length["mean_tokens"].is_monotonic_increasing
+    assert by_length["bias"].iloc[0] > by_length["bias"].iloc[-1]  # the longest of all are told too short
+    with pytest.raises(InputError, match="allowed are prompt_length, length, source and model"):
+        found.by("colour")
+
+
+def test_other_models_help_where_own_answers_are_few():
+    few = answers(60, seed=1, model="small", scale=0.5)
+    frame = pd.concat([few, answers(500, seed=2, model="large", source="t")], ignore_index=True)
+    options = {"served_model": "small", "splits": 3}
+    alone = evaluate(frame, PromptRidge(vocabulary=40), **options).summary()
+    pooled = evaluate(frame, PromptRidge(vocabulary=40), pool=True, **options).summary()
+    assert pooled["n_pool"] == 500 and alone["n_pool"] == 0
+    assert pooled["n_train"] == alone["n_train"] == 48 and pooled["constant_mae"] == alone["constant_mae"]
+    assert pooled["mae"] < alone["mae"]
+
+
+def test_near_copies_in_other_sources_are_kept_out_unless_asked_for():
+    own = answers(80, seed=1, model="small", source="s", tail=" with one more clause to it")
+    copied = own.assign(model="large", source="t", prompt=own["prompt"] + " Input:")
+    copied["prompt_uid"] = copied["prompt"].map(data.prompt_uid)
+    frame = pd.concat([own, copied], ignore_index=True)
+    options = {"served_model": "small", "pool": True}
+    assert evaluate(frame, "constant", **options).splits["n_copies_left_out"].min() >= 16
+    kept = evaluate(frame, "constant", keep_copies=True, **options).splits
+    assert kept["n_copies_left_out"].eq(0).all() and kept["n_pool"].eq(80).all()
+
+
+def test_learning_from_one_source_is_judged_on_another():
+    frame = pd.concat([answers(150, source="a"), answers(150, seed=1, source="b", scale=4.0)], ignore_index=True)
+    table = across_sources(frame, PromptRidge(vocabulary=30)).set_index(["train_source", "test_source"])
+    assert len(table) == 4
+    assert table.loc[("a", "a"), "mae"] < table.loc[("a", "a"), "constant_mae"]
+    # Away from home the order is still told, the size is not.
+    assert table.loc[("a", "b"), "concordance"] > 0.5 and table.loc[("a", "b"), "mae"] > table.loc[("b", "b"), "mae"]
+    assert table.loc[("a", "b"), "home_constant_mae"] == table.loc[("b", "b"), "constant_mae"]
+    with pytest.raises(InputError, match="needs two of them"):
+        across_sources(answers(50), "constant")
+
+
+def test_training_keeps_what_it_was_judged_by(tmp_path):
+    fitted, drawn = train(answers(), PromptRidge(vocabulary=20), seed=3)
+    assert drawn.name == fitted.metrics["split"] == "prompts-3"
+    assert fitted.n_samples_ == 240 and fitted.metrics["mae"] < fitted.metrics["constant_mae"]
+    assert length.load(fitted.save(tmp_path / "m")).metrics == fitted.metrics
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"splits": 0}, "splits=0"),
+        ({"served_model": "mm"}, "Did you mean 'm'"),
+        ({"pool": True}, "needs the served model"),
+        ({"pool": ["x"], "served_model": "m"}, "source 'x' is not in the data; its sources: s"),
+        ({"test": 0.001}, "too few"),
+    ],
+)
+def test_wrong_questions_are_refused(options, says):
+    with pytest.raises(InputError, match=says):
+        evaluate(answers(50), "constant", **options)
+
+
+# --- the commands ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pooled(tmp_path):
+    """Two files as a data set of prompts and lengths comes: joined by prompt_uid."""
+    frame = pd.concat([answers(120, model="m"), answers(120, model="n", scale=2.0)], ignore_index=True)
+    prompts = frame.drop_duplicates("prompt_uid")[["prompt_uid", "prompt"]]
+    prompts.to_json(tmp_path / "P.jsonl.gz", orient="records", lines=True)
+    frame.drop(columns=["prompt", "censored", "sample"]).to_csv(tmp_path / "L.csv.gz", index=False)
+    return ["--prompts", str(tmp_path / "P.jsonl.gz"), "--lengths", str(tmp_path / "L.csv.gz")]
+
+
+@pytest.mark.length
+def test_the_command_judges_a_kind_of_model(pooled, tmp_path, capsys):
+    words = ["length", "evaluate", *pooled, "--served-model", "m", "--model", "prompt_ridge:vocabulary=20"]
+    assert cli.main([*words, "--splits", "2", "--by", "length", "--out", str(tmp_path / "o.csv"), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert {"mae", "mape", "concordance", "constant_mae", "n_train", "n_test"} <= set(record)
+    assert (record["n_train"], record["n_test"], record["splits"]) == (96, 24, 2)
+    assert record["mae"] < record["constant_mae"] and len(pd.read_csv(tmp_path / "o.csv")) == 48
+    assert sum(row["n"] for row in record["by"]["rows"]) == 48
+    assert cli.main([*words, "--pool"]) == 0
+    assert "of other models to learn from" in capsys.readouterr().out
+
+
+@pytest.mark.length
+def test_the_command_trains_a_model_that_traces_are_tagged_with(tmp_path, capsys):
+    out = tmp_path / "model"
+    words = ["length", "train", "--data", "sharegpt_like:300", "--model", "prompt_ridge:vocabulary=50", "--out", str(out)]
+    assert cli.main([*words, "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["floor_mae"] == pytest.approx(sharegpt_like.noise_floor().mae_tokens)
+    assert json.loads((out / "split.json").read_text())["name"] == "prompts-0"
+    trace = sharegpt_like.generate(50, seed=1)
+    tagged = length.attach(trace, f"tagger:{out}")["predicted_tokens"]
+    expected = length.load(out).predict(trace["prompt"].tolist())
+    assert tagged.tolist() == np.maximum(1, np.rint(expected)).astype(int).tolist()
+    with pytest.raises(InputError, match="needs a column prompt, which this trace lacks"):
+        length.attach(sharegpt_like.generate(5, text=False), f"tagger:{out}")
+
+
+@pytest.mark.length
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "give --data, or --lengths with --prompts"),
+        (["--lengths", "l.csv"], "go together"),
+        (["--data", "sharegpt_like:none"], "number of requests"),
+        (["--data", "sharegpt_like:50", "--keep-copies"], "give --pool too"),
+        (["--data", "sharegpt_like:50", "--served-model", "m"], "there are ''"),
+        (["--data", "sharegpt_like:50", "--model", "psychic"], "'psychic' is unknown"),
+        (["--data", "nowhere.csv"], "does not exist"),
+        (["--data", "nowhere.csv", "--column", "prompt"], "not PART=NAME"),
+    ],
+)
+def test_wrong_words_end_with_code_2(words, says, capsys):
+    assert cli.main(["length", "evaluate", *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+# --- published data -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.shared
+@pytest.mark.slow
+@pytest.mark.length
+def test_a_ridge_on_the_wording_beats_the_constant_on_published_answers(real):
+    frame = data.load(real("lengths/pooled_lengths.csv.gz"), prompts=real("lengths/pooled_prompts.jsonl.gz"))
+    found = evaluate(frame, "prompt_ridge", served_model="vicuna-13b", splits=5).summary()
+    assert found["reduction"] > 0.08 and found["concordance"] > 0.28
+    found = evaluate(frame, "prompt_ridge:vocabulary=600", served_model="gpt-4 (GPTeacher)").summary()
+    assert found["mae"] < 27.5 and 34 < found["constant_mae"] < 37
