@@ -24,6 +24,7 @@ def find(
     policies: object | Sequence[object] | Mapping[str, object],
     *,
     kinds: Sequence[str] = ("finite", "sustained"),
+    metric: str = "ttft_p99",
     limit_s: float = 10.0,
     requests: int | None = None,
     sustained_requests: int = 30_000,
@@ -41,7 +42,8 @@ def find(
     """The capacities of each policy, finite and sustained: `measure.Capacity` objects, in that order.
 
     `trace`, `policies`, `instances` and `sweep_options` (lengths, arrivals, engine, cost, control, mix, on ...)
-    are those of `sweep.sweep`, which runs them; one policy may be given alone. Both kinds are found unless
+    are those of `sweep.sweep`, which runs them; one policy may be given alone. `metric` (ttft_p99, tpot_p99 or
+    e2e_p99) is to stay within `limit_s`. Both kinds are found unless
     `kinds` asks for one: runs of `requests` requests (default: as many as the trace has, or 10,000), and of
     `sustained_requests`, at least 30,000. `sample` says how each seed draws its requests from the trace: permute
     (the same set in another order, as the Astrolabe paper; no more than the trace has), resample (with
@@ -75,10 +77,11 @@ def find(
     for label, policy in policies.items():
         for kind in kinds:
             runs = _Runs(trace, label, policy, kind, wanted[kind], _drawn(sample, wanted[kind], size), out, progress)
+            runs.metric = metric
             runs.options = sweep_options | {"instances": instances, "workers": workers}
             found.append(
                 measure.capacity(
-                    runs, kind=kind, limit_s=limit_s, qps_range=qps_range, seeds=seeds,
+                    runs, kind=kind, metric=metric, limit_s=limit_s, qps_range=qps_range, seeds=seeds,
                     coarse_qps=coarse_qps, fine_qps=fine_qps,
                 )
             )  # fmt: skip
@@ -87,10 +90,10 @@ def find(
 
 
 def table(capacities: Sequence[Capacity]) -> pd.DataFrame:
-    """A row per capacity: `policy, kind, n, limit_s, capacity_qps, low_qps, high_qps, seeds, censored`."""
+    """A row per capacity: `policy, kind, n, metric, limit_s, capacity_qps, low_qps, high_qps, seeds, censored`."""
     import pandas as pd
 
-    names = ["policy", "kind", "n", "limit_s", "mean_qps", "low_qps", "high_qps", "seeds", "censored"]
+    names = ["policy", "kind", "n", "metric", "limit_s", "mean_qps", "low_qps", "high_qps", "seeds", "censored"]
     rows = [[getattr(one, name) for name in names] for one in capacities]
     return pd.DataFrame(rows, columns=names).rename(columns={"mean_qps": "capacity_qps"})
 
@@ -124,10 +127,10 @@ class _Runs:
     def __init__(self, trace, label, policy, kind, n, sample, out, progress) -> None:
         self.trace, self.label, self.policy, self.kind, self.n, self.sample = trace, label, policy, kind, n, sample
         self.out, self.progress, self.began, self.made = out, progress, time.monotonic(), 0
-        self.options: dict[str, object] = {}
+        self.metric, self.options = "", {}
 
     def __call__(self, rates: Sequence[float], seeds: Sequence[int]) -> pd.DataFrame:
-        from astrolabe_lab import sweep
+        from astrolabe_lab import measure, sweep
 
         options = dict(self.options)
         if len(rates) * len(seeds) <= FEW:
@@ -138,9 +141,10 @@ class _Runs:
         )  # fmt: skip
         self.made += len(found)
         span = f"{rates[0]:g} QPS" if len(rates) == 1 else f"{rates[0]:g}..{rates[-1]:g} QPS"
+        seen = found[f"{self.metric}_all_s"]
         self.tell(
-            f"{self.label}, {self.kind}({self.n:,}): {span}, {len(seeds)} seeds: P99 TTFT "
-            f"{found['ttft_p99_all_s'].min():.3g}..{found['ttft_p99_all_s'].max():.3g} s "
+            f"{self.label}, {self.kind}({self.n:,}): {span}, {len(seeds)} seeds: {measure.named(self.metric)} "
+            f"{seen.min():.3g}..{seen.max():.3g} s "
             f"({self.made} runs, {time.monotonic() - self.began:.0f} s)"
         )
         return found

@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     cli_simulate.add_engine(goes)
     cli_simulate.add_knowledge(parser)
     search = parser.add_argument_group("the search").add_argument
-    search("--limit-s", type=number(above=0), default=10.0, metavar="S", help="of P99 TTFT (default: 10)")
+    search("--metric", choices=("ttft_p99", "tpot_p99", "e2e_p99"), default="ttft_p99", help="(default: ttft_p99)")
+    search("--limit-s", type=number(above=0), default=10.0, metavar="S", help="that it is to stay within (default: 10)")
     search("--kind", choices=("both", "finite", "sustained"), default="both", help="(default: both)")
     search("--requests", type=whole(1), metavar="N", help="of a finite run (default: as many as the trace has)")
     search("--sustained-requests", type=whole(1), default=30_000, metavar="N", help="of a sustained run (30000)")
@@ -72,7 +73,7 @@ def capacity(args: argparse.Namespace) -> tuple[dict, str]:
     kinds = ("finite", "sustained") if args.kind == "both" else (args.kind,)
     chosen = ({"mix": True} if args.mix else {}) | ({"arrivals": args.arrivals} if args.arrivals else {})
     found = capacity.find(
-        args.trace, labels, kinds=kinds, limit_s=args.limit_s, requests=args.requests,
+        args.trace, labels, kinds=kinds, metric=args.metric, limit_s=args.limit_s, requests=args.requests,
         sustained_requests=args.sustained_requests, seeds=range(args.seeds), qps_range=args.qps,
         coarse_qps=args.coarse_qps, fine_qps=args.fine_qps, sample=args.sample, instances=args.instances,
         workers=args.workers, out=args.out, lengths=args.lengths, alpha=args.alpha,
@@ -81,6 +82,7 @@ def capacity(args: argparse.Namespace) -> tuple[dict, str]:
     )  # fmt: skip
     record = {
         "source": "simulated",
+        "metric": args.metric,
         "limit_s": args.limit_s,
         "instances": args.instances,
         "preset": preset,

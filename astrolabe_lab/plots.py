@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from .errors import InputError
-from .measure import LATENCIES, latencies, listed, over_seeds, require_columns
+from .measure import LATENCIES, latencies, listed, named, over_seeds, require_columns
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7F7F7F")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "hexagon")
@@ -130,9 +130,10 @@ def difference_vs_qps(
 def capacities(table: pd.DataFrame) -> go.Figure:
     """Each policy's capacity with its interval, one mark per kind; hollow where some seed is censored.
 
-    `table` is `capacity.table`'s (`policy, kind, n, limit_s, capacity_qps, low_qps, high_qps, seeds, censored`).
+    `table` is what `capacity.table` gives.
     """
-    require_columns(table, ("policy", "kind", "n", "limit_s", "capacity_qps", "low_qps", "high_qps", "censored"))
+    needed = ("policy", "kind", "n", "metric", "limit_s", "capacity_qps", "low_qps", "high_qps", "censored")
+    require_columns(table, needed)
     figure = go.Figure(layout={"template": TEMPLATE})
     for index, (kind, rows) in enumerate(table.groupby("kind", sort=False)):
         sizes = ", ".join(f"{n:,}" for n in sorted(rows["n"].unique()))
@@ -147,10 +148,11 @@ def capacities(table: pd.DataFrame) -> go.Figure:
         )  # fmt: skip
     figure.update_xaxes(title="requests/s")
     figure.update_yaxes(type="category", autorange="reversed")
-    limits = ", ".join(f"{limit:g}" for limit in sorted(table["limit_s"].unique()))
+    pairs = dict.fromkeys(zip(table["metric"], table["limit_s"], strict=True))
+    limits = ", ".join(f"{named(metric)} stays within {limit:g} s" for metric, limit in pairs)
     cut = "; hollow: a bound, some seeds cross outside the rates searched" * bool((table["censored"] != "").any())
     note = f"mean over {int(table['seeds'].min())} seeds with 95% interval{cut}"
-    return _titled(figure, f"Rate at which P99 TTFT stays within {limits} s", note)
+    return _titled(figure, f"Rate at which {limits}", note)
 
 
 def cdf(results: pd.DataFrame, metric: str = "ttft_s", by: str = "policy", log: bool = True) -> go.Figure:

@@ -108,6 +108,7 @@ def test_sustained_takes_no_short_runs_and_few_seeds_are_told():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        ({"metric": "speed"}, "metric='speed' is not one of ttft_p99, tpot_p99, e2e_p99"),
         ({"kind": "best"}, "kind='best' is not one of finite, sustained"),
         ({"seeds": []}, "should be some, each once"),
         ({"seeds": [1, 1]}, "should be some, each once"),
@@ -119,6 +120,18 @@ def test_sustained_takes_no_short_runs_and_few_seeds_are_told():
 def test_searches_that_make_no_sense_are_refused(words, message):
     with pytest.raises(InputError, match=message):
         capacity(Curves(KNEES), **{"qps_range": (20, 44)} | words)
+
+
+def test_another_latency_has_a_capacity_of_its_own():
+    curves = Curves(KNEES)
+
+    def runs(rates, seeds):
+        found = curves(rates, seeds)
+        return found.assign(tpot_p99_all_s=found["ttft_p99_all_s"] / 100, ttft_p99_all_s=0.0)
+
+    found = capacity(runs, metric="tpot_p99", limit_s=0.1, qps_range=(20, 44))
+    assert found.per_seed["capacity_qps"].tolist() == pytest.approx(list(KNEES.values()))
+    assert "at P99 TPOT <= 0.1 s" in str(found) and found.to_dict()["metric"] == "tpot_p99"
 
 
 def test_runs_that_were_not_made_are_missed():

@@ -153,6 +153,7 @@ def test_capacities_have_intervals_and_bounds_are_hollow():
     table = pd.DataFrame(
         {
             "policy": ["a", "a", "b", "b"], "kind": ["finite", "sustained"] * 2, "n": [10_000, 30_000] * 2,
+            "metric": "ttft_p99",
             "limit_s": 10.0, "capacity_qps": [31.0, 30.0, 33.0, 40.0], "low_qps": [30.5, 29.0, 32.0, np.nan],
             "high_qps": [31.5, 31.0, 34.0, np.nan], "seeds": 10, "censored": ["", "", "", "above"],
         }

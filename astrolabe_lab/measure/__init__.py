@@ -11,7 +11,7 @@ from .frames import NEEDED, STATUSES, listed, require_columns
 from .gaps import inter_token_latencies, token_gaps
 from .inside import queue_lengths, schedule_differences, step_kinds
 from .intervals import interval, over_seeds, p_value, t_interval
-from .knee import KINDS, Capacity, capacity, crossing
+from .knee import KINDS, Capacity, capacity, crossing, named
 from .latency import LATENCIES, PERCENTILES, latencies, percentile, summarise, workload
 from .paired import beside, best_and_undecided, first_above, paired_difference, paired_table, verdicts
 from .power import seeds_needed
@@ -46,6 +46,7 @@ __all__ = [
     "listed",
     "load_at_arrival",
     "met",
+    "named",
     "over_seeds",
     "p_value",
     "paired_difference",

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import pandas as pd
@@ -15,7 +15,8 @@ from .regime import grows
 KINDS = ("finite", "sustained")
 LIMIT_S = 10.0  # the Astrolabe paper's: P99 TTFT <= 10 s
 SUSTAINED_REQUESTS = 30_000
-COLUMN = {"finite": "ttft_p99_all_s", "sustained": "ttft_p99_third_s"}
+METRICS = ("ttft_p99", "tpot_p99", "e2e_p99")
+COLUMN = {"finite": "{}_all_s", "sustained": "{}_third_s"}  # of `summarise`
 SCOUTS = 3  # seeds of the coarse scan
 
 Runs = Callable[[Sequence[float], Sequence[int]], pd.DataFrame]  # (rates, seeds) -> a summary row for each pair
@@ -23,7 +24,7 @@ Runs = Callable[[Sequence[float], Sequence[int]], pd.DataFrame]  # (rates, seeds
 
 @dataclass(frozen=True)
 class Capacity:
-    """The highest rate, requests/s, at which P99 TTFT stays within `limit_s`: its mean over seeds, and interval.
+    """The highest rate, requests/s, at which `metric` stays within `limit_s`: its mean over seeds, and interval.
 
     `kind`: `finite`, of runs of exactly `n` requests from an empty system, nothing trimmed; it falls as n grows,
     because past the steady limit queues grow for as long as requests come. `sustained`: of runs in which each
@@ -37,6 +38,7 @@ class Capacity:
     kind: str
     policy: str
     n: int
+    metric: str  # ttft_p99, tpot_p99 or e2e_p99, over all requests sent
     limit_s: float
     mean_qps: float
     low_qps: float
@@ -54,13 +56,14 @@ class Capacity:
         says = f"; {cut} cross outside the rates searched" if cut else ""
         few = f", fewer than the {MANY} that an interval should have" if self.seeds < MANY else ""
         return (
-            f"{self.policy}: {bound}{self.mean_qps:.2f}{ends} requests/s at P99 TTFT <= {self.limit_s:g} s "
+            f"{self.policy}: {bound}{self.mean_qps:.2f}{ends} requests/s at {named(self.metric)} <= {self.limit_s:g} s "
             f"({kind}, {self.seeds} seeds{few}{says})"
         )
 
     def to_dict(self) -> dict[str, object]:
         """All but the frames, and the capacities by seed."""
-        plain = {k: v for k, v in asdict(self).items() if k not in ("per_seed", "runs")}
+        names = [one.name for one in fields(self) if one.compare]
+        plain = {name: getattr(self, name) for name in names}
         return plain | {"per_seed": self.per_seed.to_dict("records")}
 
 
@@ -68,6 +71,7 @@ def capacity(
     runs: Runs,
     *,
     kind: str = "finite",
+    metric: str = "ttft_p99",
     limit_s: float = LIMIT_S,
     qps_range: tuple[float, float] = (1.0, 100.0),
     seeds: Sequence[int] = tuple(range(10)),
@@ -77,8 +81,9 @@ def capacity(
 ) -> Capacity:
     """The capacity of what `runs` runs: a coarse scan, fine steps around its knee, and a crossing for each seed.
 
-    `runs(rates, seeds)` gives a frame with a row of `summarise` for each pair of a rate and a seed, in any order
-    (`sweep.sweep` is one); one seed has to mean the same arrivals and lengths at all rates. A few seeds scan
+    `metric` is the P99 of TTFT, TPOT or E2E that has to stay within `limit_s`; a request that does not end well is
+    infinitely late. `runs(rates, seeds)` gives a frame with a row of `summarise` for each pair of a rate and a seed,
+    in any order (`sweep.sweep` does); one seed has to mean the same arrivals and lengths at all rates. A few seeds scan
     `qps_range` in steps of `coarse_qps` upwards, no further than they have to; then all seeds run in steps of
     `fine_qps` from the last rate at which every scout was fine to the first at which none was, and wider for
     seeds whose crossing lies outside.
@@ -89,6 +94,8 @@ def capacity(
     the end of the range is right-censored, one past the limit at its start left-censored. Raises InputError for
     arguments that are none of these, and for `sustained` runs of fewer than 30,000 requests.
     """
+    if metric not in METRICS:
+        raise InputError(f"metric={metric!r} is not one of {listed(METRICS)}")
     if kind not in KINDS:
         raise InputError(f"kind={kind!r} is not one of {listed(KINDS)}")
     seeds = [int(seed) for seed in seeds]
@@ -97,7 +104,7 @@ def capacity(
     grid = _Grid(*qps_range, coarse_qps, fine_qps)
     if not limit_s > 0:
         raise InputError(f"limit_s={limit_s!r} is not a number of seconds > 0")
-    table = _Table(runs, kind, limit_s)
+    table = _Table(runs, kind, metric, limit_s)
     low, high = _bracket(table, grid, seeds[:SCOUTS])
     table.add(grid.fine(low, high), seeds)
     while outside := [seed for seed in seeds if table.starts_late(seed) and low > grid.low]:
@@ -107,6 +114,12 @@ def capacity(
         high, before = grid.above(high), high
         table.add(grid.fine(before, high), outside)
     return _found(table, seeds, level)
+
+
+def named(metric: str) -> str:
+    """A metric's name for people: P99 TTFT."""
+    name, _, mark = metric.partition("_")
+    return f"{mark.upper()} {name.upper()}"
 
 
 def crossing(rates: Sequence[float], values: Sequence[float], fails: Sequence[bool], limit: float) -> tuple[float, str]:
@@ -163,8 +176,9 @@ class _Grid:
 class _Table:
     """What has been run: value and verdict by seed and rate."""
 
-    def __init__(self, runs: Runs, kind: str, limit_s: float) -> None:
-        self.runs, self.kind, self.limit_s = runs, kind, limit_s
+    def __init__(self, runs: Runs, kind: str, metric: str, limit_s: float) -> None:
+        self.runs, self.kind, self.metric, self.limit_s = runs, kind, metric, limit_s
+        self.column = COLUMN[kind].format(metric)
         self.rows: dict[tuple[int, float], Mapping] = {}
 
     def add(self, rates: Sequence[float], seeds: Sequence[int]) -> None:
@@ -178,7 +192,7 @@ class _Table:
 
     def _run(self, rates: list[float], seeds: list[int]) -> None:
         found = self.runs(rates, seeds)
-        require_columns(found, ("qps", "seed", "n", COLUMN[self.kind], "waiting_growth_rps", "waiting_growth_p"))
+        require_columns(found, ("qps", "seed", "n", self.column, "waiting_growth_rps", "waiting_growth_p"))
         for row in found.to_dict("records"):
             if self.kind == "sustained" and row["n"] < SUSTAINED_REQUESTS:
                 raise InputError(
@@ -190,7 +204,7 @@ class _Table:
             raise InputError(f"runs gave no row for seed {lacking[0][0]} at qps {lacking[0][1]:g}")
 
     def value(self, seed: int, rate: float) -> float:
-        return float(self.rows[seed, rate][COLUMN[self.kind]])
+        return float(self.rows[seed, rate][self.column])
 
     def fails(self, seed: int, rate: float) -> bool:
         row = self.rows[seed, rate]
@@ -234,6 +248,6 @@ def _found(table: _Table, seeds: list[int], level: float) -> Capacity:
         low = high = math.nan
     runs = pd.DataFrame(list(table.rows.values())).sort_values(["seed", "qps"], ignore_index=True)
     return Capacity(
-        table.kind, str(runs["policy"].iloc[0]) if "policy" in runs else "", int(runs["n"].max()), table.limit_s,
-        mean, low, high, len(seeds), "both" if len(sides) == 2 else "".join(sides), per_seed, runs,
+        table.kind, str(runs["policy"].iloc[0]) if "policy" in runs else "", int(runs["n"].max()), table.metric,
+        table.limit_s, mean, low, high, len(seeds), "both" if len(sides) == 2 else "".join(sides), per_seed, runs,
     )  # fmt: skip

@@ -37,8 +37,8 @@ def summarise(results: pd.DataFrame, by: Sequence[str] = KEYS, slo: SLO | None =
     - with an `slo`: `goodput_rps` and `goodput_share` (of the requests sent), and where the frame has classes
       `goodput_share_tight`, `goodput_share_loose`;
     - where latencies were predicted: `predicted`, `prediction_mae_pct`, `prediction_signed_pct`;
-    - `regime`, `ttft_p99_third_s`, `waiting_growth_rps`, `waiting_growth_p`: whether the numbers would be the same
-      of a longer run (`regime.summary`);
+    - `regime`, `{ttft,tpot,e2e}_p99_third_s`, `waiting_growth_rps`, `waiting_growth_p`: whether the numbers would be
+      the same of a longer run (`regime.summary`);
     - `workload`, a fingerprint of arrivals and lengths: equal where two runs can be compared request by request.
 
     Definitions are those of vLLM's load client (`vllm.benchmarks.serve`): TTFT = first token - arrival, E2E

@@ -144,7 +144,7 @@ def summary(results: pd.DataFrame) -> dict[str, object]:
     `regime`: `finite-trace` where its queues kept growing after the first minute, so that its latencies grow with
     the number of requests; else `short` where no request is measured between warm-up and drain, or arrivals stop
     within two minutes; else `steady`.
-    `ttft_p99_third_s`: the highest P99 TTFT of the three thirds of the requests, in order of arrival (one
+    `{ttft,tpot,e2e}_p99_third_s`: the highest P99 of the three thirds of the requests, in order of arrival (one
     that did not end well counts as inf). `waiting_growth_rps`, `waiting_growth_p`: `waiting_trend`.
     """
     arrived_s = results["arrived_s"].to_numpy()
@@ -159,22 +159,25 @@ def summary(results: pd.DataFrame) -> dict[str, object]:
             regime = "steady"
     return {
         "regime": regime,
-        "ttft_p99_third_s": worst_third(results),
+        **{f"{name}_p99_third_s": worst_third(results, name) for name in ("ttft", "tpot", "e2e")},
         "waiting_growth_rps": growth_rps,
         "waiting_growth_p": p,
     }
 
 
-def worst_third(results: pd.DataFrame, percentile: float = 99.0) -> float:
-    """The highest percentile of TTFT, in s, of the three thirds of one run's requests in order of arrival."""
+def worst_third(results: pd.DataFrame, name: str = "ttft") -> float:
+    """The highest P99 of `ttft`, `tpot` or `e2e`, in s, of the three thirds of one run's requests in order of arrival.
+
+    One that did not end well counts as infinitely late, one without a TPOT not at all.
+    """
+    from .latency import latencies, percentile
+
+    if results.empty:
+        return math.nan
     order = np.argsort(results["arrived_s"].to_numpy(), kind="stable")
     ok = (results["status"] == "ok").to_numpy()
-    ttft_s = np.where(ok, (results["first_token_s"] - results["arrived_s"]).to_numpy(), np.inf)[order]
-    return max((_rank(part, percentile) for part in np.array_split(ttft_s, 3) if len(part)), default=math.nan)
-
-
-def _rank(values: np.ndarray, mark: float) -> float:
-    from .latency import percentile
-
-    finite = values[np.isfinite(values)]
-    return float(percentile(finite, mark, len(values) - len(finite)))
+    values = np.full(len(results), np.inf)
+    values[ok] = latencies(results)[f"{name}_s"].to_numpy()
+    thirds = [part[~np.isnan(part)] for part in np.array_split(values[order], 3)]
+    marks = [percentile(third[np.isfinite(third)], 99, int(np.isinf(third).sum())) for third in thirds]
+    return float(np.nanmax(marks)) if not np.isnan(marks).all() else math.nan
