@@ -52,13 +52,11 @@ def place(engines, requests, running, batch, done, log, grids, pool, lists, r, p
 
 
 @compiled
-def advance_among(engines, requests, running, batch, done, log, grids, pool, lists, f, start_s, first, target, most):
+def advance_among(engines, requests, running, batch, done, log, grids, pool, lists, f, start_s, first, target):
     """Run the engine while more requests arrive, from start_s on, as foresight f expects; they are handed over in time,
-    a few at once, and no more than ``most``. Ends when ``target`` has finished; with none, when all requests have,
-    where none comes after those before ``first`` have finished. Returns how many came."""
+    a few at once. Ends when ``target`` has finished, or with none, all requests before ``first`` have."""
     gap_s = spacing_s(f, start_s)
-    if gap_s == np.inf:
-        most = 0
+    most = MOST if gap_s < np.inf else 0
     m = 0
     while m < most and engines[0].stuck == 0:
         for _ in range(min(AT_ONCE, most - m)):
@@ -70,24 +68,22 @@ def advance_among(engines, requests, running, batch, done, log, grids, pool, lis
         kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, 0, until_s, target, True)
         if target != NONE:
             if requests[target].state == FINISHED:
-                return m
+                return
             continue
         unfinished = False
         for r in range(first):
             unfinished |= requests[r].state in (INBOX, WAITING, RUNNING)
         if not unfinished:
-            break
+            return
     kernel.advance(engines, requests, running, batch, done, log, grids, pool, lists, 0, np.inf, target, True)
-    return m
 
 
 @compiled
-def forward(scratch, template, header, rows, pending, newcomer, foresight, most, metric, extension, out):
-    """Simulate forward until the newcomer (``pending[newcomer]``, or -1 for none) has finished, among at most ``most``
-    later arrivals.
+def forward(scratch, template, header, rows, pending, newcomer, foresight, metric, extension, out):
+    """Simulate forward until the newcomer (``pending[newcomer]``, or -1 for none) has finished.
 
     Writes (ttft, e2e, tpot) of the newcomer, in s from its ready time, to out[:3], and the summed finish times of all
-    others to out[3] when the metric asks for them. Returns how many came later, -1 when the newcomer does not fit.
+    others known to out[3] when the metric asks for them. Returns False when the newcomer does not fit.
     """
     engines, requests, running, batch, done, log, grids, pool, lists = scratch
     restore(engines, requests, running, batch, grids, template, header, rows, extension)
@@ -110,19 +106,19 @@ def forward(scratch, template, header, rows, pending, newcomer, foresight, most,
         requests[r].kept_until = pending[p].shared - pending[p].cached
         if p == newcomer:
             if not fits:
-                return -1
+                return False
             target = r
             if metric == TTFT:
                 requests[r].output = 1  # what follows its first token does not change when that comes
     until = NONE if metric == ADDED_DELAY else target
     f = foresight[0]
     at_s = pending[pending.size - 1].ready_s
-    came = advance_among(engines, requests, running, batch, done, log, grids, pool, lists, f, at_s, known, until, most)
+    advance_among(engines, requests, running, batch, done, log, grids, pool, lists, f, at_s, known, until)
     if engines[0].stuck == 1:
-        return -1
+        return False
     total = 0.0
     if metric == ADDED_DELAY:
-        for r in range(known + came):
+        for r in range(known):
             if requests[r].state == FINISHED and r != target:
                 total += requests[r].finished_s
     out[3] = total
@@ -133,7 +129,7 @@ def forward(scratch, template, header, rows, pending, newcomer, foresight, most,
         out[0] = q.first_token_s + frontend_s - ready_s
         out[1] = q.finished_s + frontend_s - ready_s
         out[2] = (q.finished_s - q.first_token_s) / (q.output - 1) if q.output > 1 else 0.0
-    return came
+    return True
 
 
 @compiled
@@ -141,13 +137,12 @@ def predict(scratch, template, header, rows, pending, foresight, metric, extensi
     """Predict for the newcomer, the last of ``pending``; ``out`` (ANSWER numbers) gets its times in s from its ready
     time. Returns False when it does not fit. The scratch state needs room for all rows, pending and MOST."""
     newcomer = pending.size - 1
-    came = forward(scratch, template, header, rows, pending, newcomer, foresight, MOST, metric, extension, out)
-    if came < 0:
+    if not forward(scratch, template, header, rows, pending, newcomer, foresight, metric, extension, out):
         return False
     if metric == ADDED_DELAY:
         others_with = out[3]
         ttft, e2e, tpot = out[0], out[1], out[2]
-        forward(scratch, template, header, rows, pending, -1, foresight, came, metric, extension, out)
+        forward(scratch, template, header, rows, pending, -1, foresight, metric, extension, out)
         out[4] = e2e + others_with - out[3]
         out[0], out[1], out[2] = ttft, e2e, tpot
     if foresight[0].kind & LEARNED != 0 and metric != TTFT:
@@ -162,14 +157,15 @@ def predict(scratch, template, header, rows, pending, foresight, metric, extensi
 
 
 @compiled
-def value_of(out, metric, weight):
-    """The number that ``objective`` (metric, weight) compares; ``out`` as predict() fills it."""
-    if metric == TTFT:
+def value_of(out, code, others, wait):
+    """The number that an Objective (code, others, wait) compares; ``out`` as predict() fills it."""
+    if code == TTFT:
         return out[0]
-    if metric == TPOT:
+    if code == TPOT:
         return out[2]
-    if metric == ADDED_DELAY:
-        return out[4] if weight == 1.0 else out[1] + weight * (out[4] - out[1])
+    if code == ADDED_DELAY:
+        shared = out[4] if others == 1.0 else out[1] + others * (out[4] - out[1])
+        return shared + wait * out[0]
     return out[1]
 
 

@@ -1,12 +1,15 @@
 """Objectives: what a policy can ask the Predictors for, by name. Lower is better.
 
 ``e2e_s, ttft_s, tpot_s`` are the newcomer's own. ``added_delay_s`` is the change in the summed E2E of all requests of
-the instance, the newcomer's own included: what it costs everybody. ``blend:W`` mixes the two, (1 - W) e2e_s +
-W added_delay_s, with 0 <= W <= 1: its own latency, and the delay of the others at the price W.
+the instance, the newcomer's own included: what it costs everybody who is there. ``blend:W:C`` is
+(1 - W) e2e_s + W added_delay_s + C ttft_s: the delay of the others at the price W, 0 to 1, and waiting at the extra
+price C, 0 unless given. Behind a queue a newcomer delays nobody who is there, but all who come later: C stands for
+them.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from astrolabe_lab.errors import InputError
@@ -14,14 +17,16 @@ from astrolabe_lab.errors import InputError
 METRICS = ("e2e_s", "ttft_s", "tpot_s", "added_delay_s")
 E2E, TTFT, TPOT, ADDED_DELAY = range(4)
 FORESIGHTS = ("none", "arrivals", "learned", "both")  # the kinds of ``astrolabe_lab.foresight``
-ALLOWED = f"{', '.join(METRICS)}, blend:W (W from 0 to 1)"
+ALLOWED = f"{', '.join(METRICS)}, blend:W or blend:W:C (W from 0 to 1, C >= 0)"
 
 
 class Objective(NamedTuple):
-    """``code``: the simulation that is needed, a number of METRICS; ``weight``: that of the others' delay."""
+    """``code``: the simulation that is needed, a number of METRICS; ``others``: the price of the others' delay;
+    ``wait``: the extra price of the newcomer's TTFT."""
 
     code: int
-    weight: float
+    others: float = 0.0
+    wait: float = 0.0
 
 
 def objective(metric) -> Objective:
@@ -29,14 +34,15 @@ def objective(metric) -> Objective:
     if metric == "added_delay_s":
         return Objective(ADDED_DELAY, 1.0)
     if isinstance(metric, str) and metric in METRICS:
-        return Objective(METRICS.index(metric), 0.0)
+        return Objective(METRICS.index(metric))
     if isinstance(metric, str) and metric.startswith("blend:"):
+        prices = metric.split(":")[1:]
         try:
-            weight = float(metric.removeprefix("blend:"))
+            others, wait = float(prices[0]), float(prices[1]) if len(prices) == 2 else 0.0
         except ValueError:
-            weight = -1.0
-        if 0.0 <= weight <= 1.0:
-            return Objective(ADDED_DELAY, weight)
+            others = wait = math.nan
+        if len(prices) <= 2 and 0.0 <= others <= 1.0 and 0.0 <= wait < math.inf:
+            return Objective(ADDED_DELAY, others, wait)
     raise InputError(f"metric={metric!r} is not one of {ALLOWED}")
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError, check_kind
 from astrolabe_lab.foresight import LEARNED, Foresight, new_foresight
-from astrolabe_lab.forward import ANSWER, PENDING, predict, room_ahead
+from astrolabe_lab.forward import ANSWER, PENDING, predict, room_ahead, value_of
 from astrolabe_lab.objective import ADDED_DELAY, E2E, TTFT, objective
 from astrolabe_lab.request import Request
 from astrolabe_lab.sim.config import EngineConfig
@@ -43,14 +43,13 @@ class Prediction:
     def value(self, metric: str) -> float:
         """What the objective of this name compares, in s; inf where the request does not fit or the prediction did not
         compute it. Raises InputError for a name that is none."""
-        code, weight = objective(metric)
-        if code == ADDED_DELAY:
-            parts = (self.added_delay_s,) if weight == 1.0 else (self.e2e_s, self.added_delay_s)
-        else:
-            parts = (getattr(self, metric),)
-        if None in parts:
+        wanted = objective(metric)
+        if wanted.code != ADDED_DELAY:
+            own = getattr(self, metric)
+            return math.inf if own is None else own
+        if self.added_delay_s is None:
             return math.inf
-        return parts[0] if len(parts) == 1 else parts[0] + weight * (parts[1] - parts[0])
+        return float(value_of(np.array([self.ttft_s, self.e2e_s, 0.0, 0.0, self.added_delay_s]), *wanted))
 
 
 class Predictor:
@@ -99,7 +98,7 @@ class Predictor:
         ``now_s``: when it would reach the engine (default: its arrival, or the status' time if that is later).
         ``dispatched``: what the router has sent there that the status does not show yet, as (ready_s, prompt_tokens,
         predicted_tokens). ``cached_tokens``: leading tokens of its prompt that the engine has cached (it takes whole
-        blocks of them, and computes the last token). ``metric``: one of METRICS, or blend:W, to compute no more than
+        blocks of them, and computes the last token). ``metric``: the name of an objective, to compute no more than
         that needs; default: TTFT, E2E and TPOT.
         Raises InputError for a request without predicted length or a status that is not this engine's.
         """

@@ -45,7 +45,8 @@ def expected_arrivals(trace, instances, now_s, count):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_prediction_is_the_outcome_when_the_assumed_arrivals_are_what_comes(kind):
-    """TTFT, E2E and added delay, against the engine that serves the same arrivals to the end."""
+    """TTFT, E2E and added delay, against the engine that serves the same arrivals to the end, with the newcomer and
+    without."""
     waits = differ = 0
     for seed in range(20):
         known, config, cost = random_workload(6000 + seed, kind, requests=(LEAST + 4, 60))
@@ -70,23 +71,29 @@ def test_a_prediction_is_the_outcome_when_the_assumed_arrivals_are_what_comes(ki
         newcomer = served[len(known)]
         assert own.e2e_s == pytest.approx(newcomer["finished_s"] - now_s, rel=1e-9)
         assert own.ttft_s == pytest.approx(newcomer["first_token_s"] - now_s, rel=1e-9)
+        n = len(known)
+        without = Engine(whole.drop(index=n).reset_index(drop=True), config, cost).serve().state.requests
+        others_s = math.fsum(served["finished_s"][:n]) - math.fsum(without["finished_s"][:n])
+        assert found.added_delay_s == pytest.approx(own.e2e_s + others_s, rel=1e-9, abs=1e-9)
         waits += own.ttft_s > 0.2 * own.e2e_s
         differ += own.e2e_s != Predictor(config, cost).predict(engine.status(now_s), request).e2e_s
     assert waits >= 4 and differ >= 5
 
 
-def test_added_delay_counts_the_assumed_arrivals_that_the_newcomer_delays():
-    """One seat, steps of 1 s, idle: requests of 4 s come every 10 s, so the newcomer's 8 s delay only the first."""
+def test_added_delay_is_what_is_added_to_the_requests_that_are_there():
+    """One seat, steps of 1 s, two requests there and one assumed every 10 s: those delay nobody before them."""
     config = EngineConfig(max_num_seqs=1)
+    there = frame([400.0, 400.0], 8, [4, 20])
+    engine = Engine(there, config, CONSTANT, predicted=[4, 20])
+    engine.deliver_until(400.0)
+    engine.advance(400.5)
     seen = Foresight("arrivals")
     for k in range(40):
-        seen.observe_dispatch(10.0 * k, 8, 4)
-    now_s = 400.0
+        seen.observe_dispatch(10.0 * k + 10.5, 8, 4)
     found = Predictor(config, CONSTANT, foresight=seen).predict(
-        empty_status(now_s, config), Request(0, now_s, 8, 8), "added_delay_s"
+        engine.status(400.5), Request(2, 400.5, 8, 8), "added_delay_s"
     )
-    # it arrives 5 s after the newcomer, which has 3 s to go; the next comes 10 s later, when both have ended
-    assert (found.ttft_s, found.e2e_s, found.added_delay_s) == (1.0, 8.0, 8.0 + 3.0)
+    assert (found.ttft_s, found.e2e_s, found.added_delay_s) == (24.5, 31.5, 31.5)
 
 
 def test_nothing_is_assumed_before_enough_has_been_seen_or_without_a_rate():

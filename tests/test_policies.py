@@ -239,6 +239,7 @@ def test_argmin_of_a_list_and_of_an_array_make_the_same_draw():
         *policies.NAMES,
         *("infaas_b", "infaas:variant=c", "llumnix_minus_b", "llumnix_minus:variant=b,defrag=false"),
         *("min_qps:window_s=5", "astrolabe:k=4", "astrolabe:k=all", "astrolabe:k=1,metric=ttft_s"),
+        "astrolabe:metric=blend:0.5:3,foresight=learned",
         *("astrolabe:metric=added_delay_s", " astrolabe: k = 3 , metric = tpot_s "),
     ],
 )
@@ -276,7 +277,9 @@ def test_text_means_what_it_says():
         ("astrolabe:k=-1", "policy astrolabe: k=-1 must be a whole number >= 1, or 0 for all"),
         ("astrolabe:k=2,k=3", "policy astrolabe: k is given twice"),
         ("astrolabe:metric=latency", "metric='latency' is not one of e2e_s, ttft_s, tpot_s, added_delay_s, blend:W"),
-        ("astrolabe:metric=blend:1.5", "policy astrolabe: metric='blend:1.5' is not one of .*W from 0 to 1"),
+        ("astrolabe:metric=blend:1.5", "policy astrolabe: metric='blend:1.5' is not one of .*W from 0 to 1, C >= 0"),
+        ("astrolabe:metric=blend:1:-1", "policy astrolabe: metric='blend:1:-1' is not one of"),
+        ("astrolabe:metric=blend:1:1:1", "policy astrolabe: metric='blend:1:1:1' is not one of"),
         ("astrolabe:metric=blend:nan", "policy astrolabe: metric='blend:nan' is not one of"),
         ("astrolabe:metric=blend", "policy astrolabe: metric='blend' is not one of"),
         ("astrolabe:foresight=yes", "policy astrolabe: foresight='yes' is not one of none, arrivals, learned, both"),

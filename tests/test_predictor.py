@@ -136,6 +136,8 @@ def test_each_metric_alone_is_that_of_the_whole_prediction(kind):
             others_s = math.fsum(finished[0][:-1]) - math.fsum(finished[1])
             assert with_delay.added_delay_s == pytest.approx(full.e2e_s + others_s, rel=1e-9, abs=1e-9)
             assert with_delay.value("blend:0.25") == pytest.approx(full.e2e_s + 0.25 * others_s, rel=1e-9, abs=1e-9)
+            waits = 0.25 * others_s + 2.0 * full.ttft_s
+            assert with_delay.value("blend:0.25:2") == pytest.approx(full.e2e_s + waits, rel=1e-9, abs=1e-9)
             assert with_delay.value("blend:0") == with_delay.value("e2e_s") == full.e2e_s
             assert with_delay.value("blend:1") == with_delay.value("added_delay_s") == with_delay.added_delay_s
             assert full.value("blend:0.5") == full.value("added_delay_s") == math.inf, "it was not computed"

@@ -14,7 +14,7 @@ INSTANCES = 5
 BLIND = ("random", "round_robin", "least_loaded", "llumnix_minus_a", "llumnix_minus_b", "llumnix_minus_b:defrag=false")
 ASTROLABE = (
     *(f"astrolabe:k={k}" for k in (1, 2, 4, INSTANCES, "all")),
-    *(f"astrolabe:k={k},metric={m}" for k in (2, 4) for m in ("ttft_s", "tpot_s", "added_delay_s", "blend:0.3")),
+    *(f"astrolabe:k={k},metric={m}" for k in (2, 4) for m in ("ttft_s", "tpot_s", "added_delay_s", "blend:0.3:2")),
     *(f"astrolabe:k={k},foresight={foresight}" for k in (2, "all") for foresight in ("arrivals", "learned", "both")),
     *(f"astrolabe:metric={m},foresight=both" for m in ("ttft_s", "tpot_s", "added_delay_s", "blend:0.3")),
 )

@@ -75,7 +75,8 @@ class Asking:
         """The predicted metric of the request on the healthy instances at ``indices``; inf where it does not fit."""
         healthy = self.knowledge.healthy
         self._check(request, metric, indices, len(healthy))
-        code, weight = Objective(E2E, 0.0) if callable(metric) else objective(metric)
+        wanted = Objective(E2E) if callable(metric) else objective(metric)
+        code = wanted.code
         low, high = self.control.predict_range_s
         ready_s = self.now_s + 0.5 * (low + high) + self.control.dispatch_s
         common = self.noise.common * self.noise_rng.standard_normal() if self.noise.common > 0.0 else 0.0
@@ -94,7 +95,7 @@ class Asking:
             if self.foresight["kind"][0] & LEARNED and code != TTFT:
                 self.bases[i] = out[5:].copy()
             out[[0, 1, 4]] += ready_s - request.arrived_s
-            values[column] = value_of(out, code, weight) * (1.0 + common) * (1.0 + own)
+            values[column] = value_of(out, *wanted) * (1.0 + common) * (1.0 + own)
             ttft_s[column], e2e_s[column], tpot_s[column] = out[:3] * (1.0 + common) * (1.0 + own)
             if code != TTFT:
                 self.asked[i] = float(e2e_s[column])

@@ -21,7 +21,7 @@ from astrolabe_lab.sim.status import write_status
 
 KINDS = (Random, RoundRobin, LeastLoaded, LlumnixMinus, Astrolabe)
 RANDOM, ROUND_ROBIN, LEAST_LOADED, LLUMNIX_MINUS_A, LLUMNIX_MINUS_B, ASTROLABE = range(6)
-UNASKED = Objective(0, 0.0)
+UNASKED = Objective(0)
 
 _sample_k = compiled(draw.sample_k)
 _argmin = compiled(draw.argmin_loop)
@@ -73,7 +73,7 @@ def run(
 ):  # fmt: skip
     """Dispatch requests first..last-1 in order of arrival; returns the round-robin counter. ``ask_with``: scratch
     state, templates, status header and rows, foresight and what it still waits to learn, extension rule."""
-    metric, weight = asked_for
+    metric, others, wait = asked_for
     foresight, opened = ask_with[4], ask_with[5]
     f = foresight[0]
     engines, requests, running, batch, done, log, grids, pool, lists = state
@@ -106,7 +106,7 @@ def run(
                 values[j] = np.inf
                 e2e[j] = np.nan
                 if fits:
-                    values[j] = noisy(value_of(out, metric, weight), shared, own)
+                    values[j] = noisy(value_of(out, metric, others, wait), shared, own)
                     bases[j] = out[5:]
                     if metric != TTFT:
                         e2e[j] = noisy(out[1], shared, own)
