@@ -88,9 +88,9 @@ def engine_of(run: MeasuredRun, shape, gpu=None, overrides=""):
         )
     default_async = "async_scheduling" not in flags
     flags.setdefault("async_scheduling", run.version >= ASYNC_SINCE)
-    if flags.pop("enable_prefix_caching", True):
+    if flags.setdefault("enable_prefix_caching", True):
         notes.append(
-            "prefix caching is on in the run (vLLM's default) and off here: with prompts that share nothing it matters "
+            "prefix caching is on, as in the run (vLLM's default); prompts are taken to share nothing, so that it matters "
             "only to preempted requests"
         )
     config = EngineConfig.parse(overrides, base=EngineConfig.from_dict(flags))
@@ -136,8 +136,7 @@ def compare(timings, run, shape=None, gpu=None, *, host_s=HOST_S, spread_share=S
             f"(max_model_len={config.max_model_len}, num_gpu_blocks={config.num_gpu_blocks}); the measured run served "
             "them all"
         )
-    if preempted := int(replayed.preemptions.sum()):
-        notes.append(f"{preempted} preemptions in the replay: there prefix caching, which is off here, does matter")
+    notes.append(f"{int(replayed.preemptions.sum())} preemptions in the replay")
     requests = run.requests.assign(
         sim_ttft_s=replayed.ttft_s, sim_tpot_s=replayed.tpot_s, sim_latency_s=replayed.e2e_s,
         preemptions=replayed.preemptions,
