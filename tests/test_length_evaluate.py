@@ -287,8 +287,8 @@ def test_the_command_judges_a_kind_of_model(pooled, tmp_path, capsys):
 @pytest.mark.length
 def test_the_command_trains_a_model_that_traces_are_tagged_with(tmp_path, capsys):
     out = tmp_path / "model"
-    words = ["length", "train", "--data", "sharegpt_like:300", "--model", "prompt_ridge:vocabulary=50", "--out", str(out)]
-    assert cli.main([*words, "--json"]) == 0
+    words = ["length", "train", "--data", "sharegpt_like:300", "--model", "prompt_ridge:vocabulary=50"]
+    assert cli.main([*words, "--out", str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["floor_mae"] == pytest.approx(sharegpt_like.noise_floor().mae_tokens)
     assert json.loads((out / "split.json").read_text())["name"] == "prompts-0"

@@ -93,7 +93,7 @@ def test_amounts_count_as_numbers_not_as_words():
     assert model.predict(["List 11 facts."])[0] == pytest.approx(330, rel=0.15)  # an amount it has not seen
 
 
-@pytest.mark.parametrize("prompt", ["", " ", "\ud800 half a pair", "日本語のテキスト", "🙂" * 500, "a\0b", "x" * 200_000])
+@pytest.mark.parametrize("prompt", ["", " ", "\ud800 half", "日本語のテキスト", "🙂" * 500, "a\0b", "x" * 200_000])
 def test_any_text_gets_a_length(prompt):
     prompts, lengths, _ = answers(60)
     told = PromptRidge(vocabulary=20).fit(prompts, lengths).predict_quantiles([prompt], (0.5, 0.9))
