@@ -133,7 +133,7 @@ def test_the_engine_notebook_never_claims_a_comparison_that_was_not_made(execute
 
 def test_the_sweep_has_every_run_of_its_grid(executed):
     summary = pd.read_parquet(executed("03_dispatch_sweep").with_name("summary.parquet"))
-    assert len(summary) == 6 * 2 * 2 and not summary.duplicated(["policy", "qps", "seed"]).any()
+    assert len(summary) == 7 * 2 * 2 and not summary.duplicated(["policy", "qps", "seed"]).any()
 
 
 def test_the_fidelity_notebook_says_when_its_gpu_is_made_up(executed):
