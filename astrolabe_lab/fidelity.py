@@ -90,8 +90,8 @@ def engine_of(run: MeasuredRun, shape, gpu=None, overrides=""):
     flags.setdefault("async_scheduling", run.version >= ASYNC_SINCE)
     if flags.setdefault("enable_prefix_caching", True):
         notes.append(
-            "prefix caching is on, as in the run (vLLM's default); prompts are taken to share nothing, so that it matters "
-            "only to preempted requests"
+            "prefix caching is on, as in the run (vLLM's default); prompts are taken to share nothing, so that it "
+            "matters only to preempted requests"
         )
     config = EngineConfig.parse(overrides, base=EngineConfig.from_dict(flags))
     why = f"the default of vLLM {run.vllm_version} on a GPU" if default_async else "as the run's flags say"
