@@ -6,6 +6,7 @@ import json
 import sys
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.length.precision import CHOICES, ask, choose
 
 SUMMARY = "serve a length model: POST /tag tells how long an answer will be"
 EXAMPLE = "astrolabe tag --model outputs/length --port 8100"
@@ -29,6 +30,9 @@ def add_arguments(parser) -> None:
     )
     parser.add_argument(
         "--timeout-ms", type=float, default=1000.0, metavar="MS", help="then the constant is told (default: 1000)"
+    )
+    parser.add_argument(
+        "--precision", choices=CHOICES, default="auto", help="of an encoder on the CPU (default: the faster one)"
     )
     parser.add_argument("--threads", type=int, metavar="N", help="cores for an encoder (default: all)")
 
@@ -56,9 +60,12 @@ def tag(args):
         if args.threads is not None:
             _use_threads(args.threads)
         fallback = round(estimator.median_tokens_) if args.constant is None else args.constant
+        precision = choose(estimator, args.precision)
         for size in (1, limits.max_batch):  # what is compiled and allocated on first use, before anybody waits for it
-            estimator.predict_quantiles(["warm-up " * 100] * size, models=(estimator.models_ or [None])[0])
+            ask(estimator, size)
         about = {"kind": manifest["kind"], "model_hash": manifest["weights"].removeprefix("weights-")}
+        if precision:
+            about["precision"] = precision
         app = create_app(estimator, fallback=fallback, model_hash=about["model_hash"], limits=limits)
         ready = {"url": address(sock), "role": "tagger", "constant": fallback} | about
         serve(app, sock, lambda: print(json.dumps(ready), file=sys.__stdout__, flush=True))

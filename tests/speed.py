@@ -313,7 +313,7 @@ def processor():
 
 def show(rows, before, after, source):
     loads = f"{before['load_average_1min']} before, {after['load_average_1min']} after"
-    print(f"{source}; preset {PRESET.name}")
+    print(source)
     print(f"{before['processor']}, {before['cores']} cores, load average {loads}; ", end="")
     print(f"Python {before['python']}, numba {before['numba']}")
     if max(before["load_average_1min"], after["load_average_1min"]) > before["cores"]:
@@ -352,7 +352,7 @@ def main():
         load = after["load_average_1min"]
         print(json.dumps({"machine": before, "load_average_after": load, "lengths": source, "rows": table}))
     else:
-        show(rows, before, after, source)
+        show(rows, before, after, f"{source}; preset {PRESET.name}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -62,6 +63,8 @@ class TextEncoder:
         torch, transformers = need_torch()
         self.name, self.max_tokens = name, max_tokens
         self.device = choose_device(torch, device)
+        self._in_bfloat16 = None
+        self.bfloat16 = self.device.type == "cuda"  # on the CPU for serving alone: see ``precision``
         place = locate(name)
         try:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(place)
@@ -106,10 +109,20 @@ class TextEncoder:
             tokens[row, : len(sequence)] = torch.tensor(sequence)
             mask[row, : len(sequence)] = 1
         tokens, mask = tokens.to(self.device), mask.to(self.device)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
-            states = self.model(input_ids=tokens, attention_mask=mask).last_hidden_state
+        on_gpu = self.device.type == "cuda"
+        model = self._copy_in_bfloat16() if self.bfloat16 and not on_gpu else self.model
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu and self.bfloat16):
+            states = model(input_ids=tokens, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1).float()
         return (states.float() * weights).sum(1) / weights.sum(1)
+
+    def _copy_in_bfloat16(self):
+        """The encoder with weights in bfloat16: on a CPU, to cast them for every prompt takes as long as it saves."""
+        import torch
+
+        if self._in_bfloat16 is None:
+            self._in_bfloat16 = copy.deepcopy(self.model).to(torch.bfloat16)
+        return self._in_bfloat16
 
     def embed(self, prompts: list[str]) -> np.ndarray:
         """Unit vectors float32 (n, width): ``pooled``, scaled to length 1."""
@@ -177,8 +190,9 @@ class EmbeddingCache:
         folder = folder or Path(os.environ.get("ASTROLABE_CACHE") or Path(home) / "astrolabe_lab")
         self.path = Path(folder) / "embeddings.sqlite"
         self.encoder = encoder
-        # A GPU computes in bfloat16: its vectors are others.
-        self._salt = f"{encoder.fingerprint()} {encoder.max_tokens} {encoder.device.type}\0".encode()
+        # In bfloat16, as on a GPU, vectors are others.
+        computed = encoder.device.type if encoder.bfloat16 == (encoder.device.type == "cuda") else "bfloat16"
+        self._salt = f"{encoder.fingerprint()} {encoder.max_tokens} {computed}\0".encode()
 
     def embed(self, prompts: list[str], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
         """The vectors of ``prompts``, float32 (n, width), those that are missing computed and kept, part by part."""

