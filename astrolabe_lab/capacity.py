@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -76,9 +77,10 @@ def find(
     found = []
     for label, policy in policies.items():
         for kind in kinds:
-            runs = _Runs(trace, label, policy, kind, wanted[kind], _drawn(sample, wanted[kind], size), out, progress)
-            runs.metric = metric
-            runs.options = sweep_options | {"instances": instances, "workers": workers}
+            n = wanted[kind]
+            options = sweep_options | {"instances": instances, "workers": workers, "requests": n}
+            options |= {"sample": _drawn(sample, n, size), "out": None if out is None else Path(out) / kind}
+            runs = _Runs(trace, label, policy, f"{kind}({n:,})", metric, options, progress)
             found.append(
                 measure.capacity(
                     runs, kind=kind, metric=metric, limit_s=limit_s, qps_range=qps_range, seeds=seeds,
@@ -121,29 +123,30 @@ def differences(capacities: Sequence[Capacity], baseline: str, level: float = 0.
     return found[["policy", "kind", *(name for name in found if name not in ("policy", "kind", "qps"))]]
 
 
+@dataclass
 class _Runs:
     """Rates and seeds -> summary rows, through `sweep.sweep`."""
 
-    def __init__(self, trace, label, policy, kind, n, sample, out, progress) -> None:
-        self.trace, self.label, self.policy, self.kind, self.n, self.sample = trace, label, policy, kind, n, sample
-        self.out, self.progress, self.began, self.made = out, progress, time.monotonic(), 0
-        self.metric, self.options = "", {}
+    trace: object
+    label: str
+    policy: object
+    what: str  # kind and size, for people
+    metric: str
+    options: dict[str, object]
+    progress: bool
+    made: int = 0
+    began: float = field(default_factory=time.monotonic)
 
     def __call__(self, rates: Sequence[float], seeds: Sequence[int]) -> pd.DataFrame:
         from astrolabe_lab import measure, sweep
 
-        options = dict(self.options)
-        if len(rates) * len(seeds) <= FEW:
-            options["workers"] = 1
-        found = sweep.sweep(
-            self.trace, {self.label: self.policy}, rates, seeds, requests=self.n, sample=self.sample,
-            out=None if self.out is None else Path(self.out) / self.kind, progress=False, **options,
-        )  # fmt: skip
+        options = self.options | ({"workers": 1} if len(rates) * len(seeds) <= FEW else {})
+        found = sweep.sweep(self.trace, {self.label: self.policy}, rates, seeds, progress=False, **options)
         self.made += len(found)
         span = f"{rates[0]:g} QPS" if len(rates) == 1 else f"{rates[0]:g}..{rates[-1]:g} QPS"
         seen = found[f"{self.metric}_all_s"]
         self.tell(
-            f"{self.label}, {self.kind}({self.n:,}): {span}, {len(seeds)} seeds: {measure.named(self.metric)} "
+            f"{self.label}, {self.what}: {span}, {len(seeds)} seeds: {measure.named(self.metric)} "
             f"{seen.min():.3g}..{seen.max():.3g} s "
             f"({self.made} runs, {time.monotonic() - self.began:.0f} s)"
         )
