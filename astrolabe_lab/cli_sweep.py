@@ -14,7 +14,7 @@ DETAILS = (
     "in step), cells (settings run by run) and exclude; --keys lists what can be set. Each run is kept as it ends: "
     "the same command goes on where it was ended, and makes only what is new of a grid that has grown."
 )
-ENVELOPE = """
+EXAMPLE_GRID = """
 defaults: {trace: sharegpt_like, requests: 2000, lengths: "noisy:0.25"}
 grid:
   policy: [least_loaded, "astrolabe:k=2"]
@@ -26,7 +26,7 @@ grid:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the options of ``sweep``."""
     parser.usage = "%(prog)s GRID.yaml --out DIR [option ...]"
-    parser.epilog += "\nwith, for example, this GRID.yaml:" + ENVELOPE.replace("\n", "\n  ").rstrip()
+    parser.epilog += "\nwith, for example, this GRID.yaml:" + EXAMPLE_GRID.replace("\n", "\n  ").rstrip()
     parser.add_argument("grid", metavar="GRID.yaml", nargs="?", help="the grid")
     parser.add_argument("--out", metavar="DIR", help="folder that keeps the runs, summary.parquet and run.json")
     parser.add_argument(

@@ -7,7 +7,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -45,8 +45,8 @@ class Conductor:
 
         rows: dict[int, dict] = {}
         everything = range(len(self.runs))
-        with self._told(everything) as told:
-            for index, (summary, _) in self._made(everything):
+        with self._told(everything) as told, closing(self._made(everything)) as made:
+            for index, (summary, _) in made:
                 rows[index] = row_of(self.runs[index].cell, summary)
                 told.finished(rows[index])
         return pd.DataFrame([rows[index] for index in everything])
@@ -61,8 +61,9 @@ class Conductor:
         )  # fmt: skip
         try:
             todo = kept.missing()
-            with self._told(todo) as told:
-                for index, result in self._made(todo, store.keep == "requests", "yield") if todo else ():
+            made = self._made(todo, store.keep == "requests", "yield")
+            with self._told(todo) as told, closing(made):  # whatever ends it, no worker goes on
+                for index, result in made:
                     run = self.runs[index]
                     if isinstance(result, crew.Failure):
                         kept.failed[str(run)] = result.cause
@@ -99,6 +100,8 @@ class Conductor:
         Those of one seed come together: a worker prepares its requests once, and what there is of the grid when a
         sweep is ended is whole seeds.
         """
+        if not which:
+            return
         order = sorted(which, key=lambda index: (self.runs[index].seed, self.runs[index].requests.source, index))
         todo = [self.runs[index] for index in order]
         job = partial(run_cell, frames=self.sources.frames, keep_requests=keep)
@@ -112,8 +115,9 @@ class Conductor:
             ended = ray_crew.each(
                 job, todo, self.on, self.workers, retries=self.retries, failures=failures, modules=modules
             )
-        for at, result in ended:
-            yield order[at], result
+        with closing(ended):
+            for at, result in ended:
+                yield order[at], result
 
 
 class Kept:

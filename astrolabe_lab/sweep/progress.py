@@ -90,7 +90,7 @@ class Progress:
         mean_s = {label: spent / count for label, (count, spent) in self.took.items()}
         computing_s = sum(count * mean_s.get(label, spent_s / runs) for label, count in self.left.items())
         began, first_s = self.first  # before that the workers were starting
-        beside = 1.0  # what a run costs on top of `simulate`, as seen so far
-        if runs > 2 * self.workers and spent_s > first_s:
-            beside = max(1.0, (time.monotonic() - began) * self.workers / (spent_s - first_s))
-        return computing_s * beside / self.workers
+        if runs <= 2 * self.workers or spent_s <= first_s:
+            return computing_s / self.workers
+        # at the pace so far, which knows what a run costs beside `simulate`, and how many there are at once
+        return computing_s * (time.monotonic() - began) / (spent_s - first_s)
