@@ -25,7 +25,7 @@ from pathlib import Path
 import numba
 import numpy as np
 
-from astrolabe_lab import length, predictor, sharegpt_like, trace
+from astrolabe_lab import foresight, length, predictor, sharegpt_like, trace
 from astrolabe_lab.arrivals import with_arrivals
 from astrolabe_lab.cost import preset
 from astrolabe_lab.request import Request
@@ -226,21 +226,40 @@ def predictions(requests, repeats, snapshots):
     """One prediction at statuses of a busy cluster, in the kernel and from Python; medians over statuses."""
     rows = []
     for qps, reach in ((28, "<= 60"), (34, "<= 250")):
-        statuses = snapshots_of(with_arrivals(requests, qps, seed=0), snapshots)
+        frame = with_arrivals(requests, qps, seed=0)
+        statuses = snapshots_of(frame, snapshots)
         asked = predictor.Predictor(ENGINE, PRESET.cost)
         from_python = [timed(partial(asked.predict, *met), repeats) for met in statuses]
-        with Stopwatch(predictor, "predict") as kernel_time:
-            for met in statuses:
-                for _ in range(repeats):
-                    asked.predict(*met)
-        in_kernel = [kernel_time.of(k * repeats, repeats) for k in range(len(statuses))]
+        in_kernel = kernel_times([(asked, *met) for met in statuses], repeats)
         requests_in = int(np.median([len(status.rows) for status, _ in statuses]))
         p99 = 1e6 * np.quantile([best for best, _, _ in in_kernel], 0.99)
         note = f"{len(statuses)} statuses, median {requests_in} requests in one; p99 {p99:.0f} us"
         what = f"one prediction, {qps} QPS state"
         rows.append(Row(f"{what}, kernel", *1e6 * np.median(in_kernel, axis=0), "us", reach, note))
         rows.append(Row(f"{what}, Predictor.predict", *1e6 * np.median(from_python, axis=0), "us"))
+        for kind, name in (("learned", "a learned correction"), ("arrivals", "assumed arrivals")):
+            seeing = [(having_seen(frame, kind, request), status, request) for status, request in statuses]
+            times = np.median(kernel_times(seeing, repeats), axis=0)
+            rows.append(Row(f"{what}, kernel, with {name}", *1e6 * times, "us"))
     return rows
+
+
+def kernel_times(asked, repeats):
+    """(best, median, best CPU) seconds in the kernel of each (Predictor, status, request)."""
+    with Stopwatch(predictor, "predict") as kernel_time:
+        for predicting, *met in asked:
+            for _ in range(repeats):
+                predicting.predict(*met)
+    return [kernel_time.of(k * repeats, repeats) for k in range(len(asked))]
+
+
+def having_seen(frame, kind, request):
+    """A Predictor whose foresight knows the dispatches before the request."""
+    seen = foresight.Foresight(kind, INSTANCES)
+    before = frame[frame["arrived_s"] < request.arrived_s].tail(foresight.WINDOW)
+    for row in zip(*(before[c].tolist() for c in ("arrived_s", "prompt_tokens", "output_tokens")), strict=True):
+        seen.observe_dispatch(*row)
+    return predictor.Predictor(ENGINE, PRESET.cost, foresight=seen)
 
 
 PREDICTOR_PROCESS = """
