@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from .errors import InputError
+from .trace import prefix_block_tokens
 from .vllm_scheduler import block_hasher, own_token, request, scheduler
 
 
@@ -98,7 +99,7 @@ class _Run:
             raise InputError("rid must be unique: number the requests 0..n-1")
         self.scheduler = scheduler(self.config)
         self.hasher = block_hasher(self.config)
-        self.prefix_block_tokens = self.frame.attrs.get("prefix_block_tokens", 512)
+        self.prefix_block_tokens = prefix_block_tokens(self.frame) or 512  # Mooncake's
         self._record_preemptions()
 
     def _record_preemptions(self):

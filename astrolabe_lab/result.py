@@ -18,7 +18,7 @@ SUFFIXES = (".parquet", ".csv", ".csv.gz")
 COLUMNS = (
     *("instance", "prefill_instance", "decode_instance"),
     *("prefill_finished_s", "transfer_started_s", "transfer_finished_s"),
-    *("first_token_s", "finished_s", "ttft_s", "tpot_s", "e2e_s", "generated_tokens", "preemptions"),
+    *("first_token_s", "finished_s", "ttft_s", "tpot_s", "e2e_s", "generated_tokens", "preemptions", "cached_tokens"),
     *("predicted_e2e_s", "decision_s", "status", "source", "policy", "seed"),
 )
 

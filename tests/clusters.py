@@ -16,6 +16,7 @@ from astrolabe_lab.sim.config import EngineConfig
 POLICIES = (
     *("random", "round_robin", "min_qps", "least_loaded", "min_memory", "infaas_a", "infaas_b", "infaas_c"),
     *("llumnix_minus_a", "llumnix_minus_b", "llumnix_minus_b:defrag=false", "min_tokens", "po2_requests"),
+    *("cache_aware", "kv_cost", "kv_cost:temperature=0.5", "weighted_score", "least_latency"),
     *("astrolabe", "astrolabe:k=all"),
 )
 COST = StepCost.parse("base_s=0.01,per_token_s=1e-4,per_kv_token_s=1e-6,mixed.attention_s=1e-7")

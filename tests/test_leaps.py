@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from workloads import CONSTANT, KINDS, Engine, cost_of, differences, frame, random_workload
+from workloads import CACHING, CONSTANT, KINDS, Engine, cost_of, differences, frame, random_workload
 
 from astrolabe_lab.sim.engine import EngineConfig, run_one
 
 WORKLOADS = 60
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *CACHING))
 def test_leaps_give_the_same_bits_as_single_steps(kind):
     preempted = 0
     for seed in range(WORKLOADS):
@@ -21,7 +21,7 @@ def test_leaps_give_the_same_bits_as_single_steps(kind):
 
 
 @pytest.mark.parametrize("leaps", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *CACHING))
 def test_advancing_in_pieces_is_advancing_at_once(kind, leaps):
     for seed in range(WORKLOADS):
         workload = random_workload(seed, kind)
@@ -38,7 +38,7 @@ def test_advancing_in_pieces_is_advancing_at_once(kind, leaps):
             assert not found, (seed, pieces, found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *CACHING))
 def test_stopping_at_the_very_end_of_every_step_changes_nothing(kind):
     for seed in range(WORKLOADS // 2):
         trace, config, cost = random_workload(seed, kind)
@@ -55,7 +55,7 @@ def test_stopping_at_the_very_end_of_every_step_changes_nothing(kind):
 
 
 @pytest.mark.parametrize("leaps", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *CACHING))
 def test_a_request_handed_over_at_its_arrival_fares_as_one_announced_before(kind, leaps):
     for seed in range(WORKLOADS):
         workload = random_workload(seed, kind)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from workloads import CONSTANT, KINDS, Engine, frame, random_workload
+from workloads import CACHING, CONSTANT, KINDS, Engine, frame, random_workload
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.predictor import Predictor, empty_status
@@ -38,7 +38,7 @@ def template_of(config, cost=CONSTANT):
     return new_engines([config], [cost])[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", (*KINDS, *CACHING))
 def test_every_status_of_an_engine_passes_the_check_and_survives_json_exactly(kind):
     for seed in range(WORKLOADS):
         for config, cost, status in statuses(5000 + seed, kind):

@@ -11,7 +11,10 @@ from astrolabe_lab.sim.cluster import ControlPlane, LatencyNoise, Outage, simula
 from astrolabe_lab.sim.config import EngineConfig
 
 INSTANCES = 5
-BLIND = ("random", "round_robin", "least_loaded", "llumnix_minus_a", "llumnix_minus_b", "llumnix_minus_b:defrag=false")
+BLIND = (
+    *("random", "round_robin", "least_loaded", "least_latency"),
+    *("llumnix_minus_a", "llumnix_minus_b", "llumnix_minus_b:defrag=false"),
+)
 ASTROLABE = (
     *(f"astrolabe:k={k}" for k in (1, 2, 4, INSTANCES, "all")),
     *(f"astrolabe:k={k},metric={m}" for k in (2, 4) for m in ("ttft_s", "tpot_s", "added_delay_s", "blend:0.3:2")),

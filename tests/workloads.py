@@ -6,10 +6,12 @@ import pandas as pd
 from astrolabe_lab.cost import Regime, StepCost
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.engine import EngineConfig, load_requests
+from astrolabe_lab.sim.prefixes import with_pools
 from astrolabe_lab.sim.state import NONE, new_state
 from astrolabe_lab.sim.status import HEADER, ROW, Status, write_status
 
 KINDS = ("v1", "v1_unchunked", "v1_async", "v1_async_unchunked", "v0_chunked", "v0_prefill_first")
+CACHING = ("v1_caching", "v1_async_caching", "v1_unchunked_caching")  # beside KINDS: they share prefixes
 SYNCHRONOUS = tuple(kind for kind in KINDS if "async" not in kind)
 
 
@@ -39,6 +41,7 @@ def flags_of(kind, whole_prompts_up_to):
         "max_num_batched_tokens": whole_prompts_up_to if whole_prompts else 16,
         "async_scheduling": "async" in kind,
         "scheduler": "v1" if kind.startswith("v1") else kind,
+        "enable_prefix_caching": "caching" in kind,
     }
 
 
@@ -78,7 +81,7 @@ def random_config(rng, kind, longest):
 def random_workload(seed, kind, requests=(10, 60)):
     """(trace, config, cost): every request can run; prompts and outputs from one token up; arrivals at once, in
     bursts, Poisson, or with long idle gaps, sometimes on the grid of step ends."""
-    rng = np.random.default_rng([seed, KINDS.index(kind)])
+    rng = np.random.default_rng([seed, (*KINDS, *CACHING).index(kind)])
     longest = int(rng.choice([24, 60, 150, 300]))
     n = int(rng.integers(*requests))
     config = random_config(rng, kind, longest)
@@ -96,7 +99,21 @@ def random_workload(seed, kind, requests=(10, 60)):
     arrived = np.cumsum(gaps)
     if cost[0, 1] == 2.0**-7 and not cost[0, 0]:
         arrived = np.round(arrived * 2.0**7) / 2.0**7
-    return frame(arrived, prompt, output), config, cost_of(cost)
+    trace = frame(arrived, prompt, output)
+    if kind in CACHING:
+        share_prefixes(rng, trace, config.block_size)
+    return trace, config, cost_of(cost)
+
+
+def share_prefixes(rng, trace, block_size):
+    """Give most prompts of the trace a prefix that others have too: a path in a tree with few branches, of listed
+    blocks that are smaller, larger or as large as the engine's."""
+    tokens = int(rng.choice([block_size, 1, 3, 2 * block_size, 50]))
+    depth = int(trace["prompt_tokens"].max()) // tokens + 1
+    paths = np.where(rng.random((len(trace), depth)) < 0.1, rng.integers(3, size=(len(trace), depth)), 0)
+    listed = -(-trace["prompt_tokens"] // tokens) * (rng.random(len(trace)) < 0.8)
+    trace["prefix_blocks"] = [tuple(path[:n].tolist()) for path, n in zip(paths, listed, strict=True)]
+    trace.attrs["prefix_block_tokens"] = tokens
 
 
 class Engine:
@@ -105,7 +122,7 @@ class Engine:
     def __init__(self, trace, config, cost, predicted=None, log_rows=0):
         self.trace = trace
         self.config = config
-        self.state = new_state([config], [cost], len(trace), log_rows=log_rows)
+        self.state = with_pools(new_state([config], [cost], len(trace), log_rows=log_rows), trace)
         load_requests(self.state, trace["prompt_tokens"], trace["output_tokens"], predicted)
         self.delivered = 0
 

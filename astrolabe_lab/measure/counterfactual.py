@@ -239,7 +239,7 @@ def _fork(run):
     shared = (run.trace, run.arrived, run.policy, run.known, run.asking.scratch, run.twin_rows)
     fork = copy.deepcopy(run, {id(thing): thing for thing in shared})
     fork.knowledge.set_healthy(fork.knowledge.healthy)  # its signals are a view of an array that was copied
-    fork.number = view.register(fork.asking.answer)
+    fork.number = view.register(fork.asking.answer, fork.prefix_overlap)
     for router in fork.routers:
         router.view = view.ClusterView(fork.number)
     return fork

@@ -2,11 +2,14 @@
 
 ``request`` is an ``astrolabe_lab.request.Request``; ``cluster`` holds the healthy instances: ``len(cluster)``,
 ``cluster[i]`` (one instance's signals), ``cluster.signals`` (all of them, as a structured array), ``cluster.instances``
-(their stable numbers) and ``cluster.predict(request, metric, indices)``. A class of your own with that one method runs
-wherever these do. A policy that needs predicted lengths says so with a class attribute ``needs_lengths = True``.
+(their stable numbers), ``cluster.predict(request, metric, indices)`` and ``cluster.prefix_overlap(request)`` (arrays
+tokens, age_s and remembered_tokens: what the router takes each instance to have cached of the prompt). A class of your
+own with that one method runs wherever these do. A policy that needs predicted lengths says so with a class attribute
+``needs_lengths = True``.
 
 The signals of an instance: ``instance, age_s, running, waiting, free_blocks, total_blocks, block_size, waiting_blocks,
-first_waiting_blocks, pending_tokens, in_flight, in_flight_tokens`` (what they mean: ``astrolabe_lab.sim.signals``).
+first_waiting_blocks, pending_tokens, prefill_tokens, queue_s, prefill_s_per_token, decode_s_per_token, in_flight,
+in_flight_tokens`` (what they mean: ``astrolabe_lab.sim.signals``).
 """
 
 from __future__ import annotations
@@ -16,13 +19,18 @@ from dataclasses import fields
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.policies.counting import LeastLoaded, MinQps, Po2Requests, Random, RoundRobin
+from astrolabe_lab.policies.latency import LeastLatency
 from astrolabe_lab.policies.memory import Infaas, LlumnixMinus, MinMemory
 from astrolabe_lab.policies.predicted import Astrolabe, MinTokens
+from astrolabe_lab.policies.prefix import CacheAware, KvCost, WeightedScore
 
 __all__ = [
     "NAMES",
     "Astrolabe",
+    "CacheAware",
     "Infaas",
+    "KvCost",
+    "LeastLatency",
     "LeastLoaded",
     "LlumnixMinus",
     "MinMemory",
@@ -31,6 +39,7 @@ __all__ = [
     "Po2Requests",
     "Random",
     "RoundRobin",
+    "WeightedScore",
     "parse",
     "spec",
 ]
@@ -45,6 +54,10 @@ NAMES = {
     "llumnix_minus": LlumnixMinus,
     "min_tokens": MinTokens,
     "po2_requests": Po2Requests,
+    "cache_aware": CacheAware,
+    "kv_cost": KvCost,
+    "weighted_score": WeightedScore,
+    "least_latency": LeastLatency,
     "astrolabe": Astrolabe,
 }
 _SHORT = {

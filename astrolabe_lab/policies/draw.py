@@ -40,6 +40,15 @@ def argmin(values, rng):
     return at
 
 
+def softmin(values, temperature, rng):
+    """A position drawn with probability ~ exp(-value / temperature), the values scaled to 0..1 first; one draw."""
+    values = np.asarray(values, np.float64)
+    span = values.max() - values.min()
+    weights = np.exp((values.min() - values) / (span * temperature)) if span > 0 else np.ones(len(values))
+    total = np.cumsum(weights)
+    return min(int(np.searchsorted(total, rng.random() * total[-1], side="right")), len(values) - 1)
+
+
 def argmin_loop(values, rng):
     """``argmin`` of an array, in the form that compiles; the same draw and the same answer."""
     best = np.inf

@@ -32,3 +32,27 @@ def llumnix_minus_b(signals, defrag):
         else:
             scores[i] = (x["waiting_blocks"] - x["free_blocks"]) / (x["running"] + x["waiting"])
     return scores
+
+
+def kv_cost(signals, prompt_tokens, cached_tokens, overlap_weight):
+    """Dynamo's cost in KV blocks: those to compute (of an array ``cached_tokens`` are cached), and those in use."""
+    compute = np.maximum(signals["prefill_tokens"] + prompt_tokens - cached_tokens, 0) / signals["block_size"]
+    return overlap_weight * compute + (signals["total_blocks"] - signals["free_blocks"])
+
+
+def weighted(signals, cached_share, queue, kv, prefix):
+    """llm-d's weighted score (higher is better); ``cached_share``: an array of the prompt's cached shares."""
+    waiting = signals["waiting"]
+    span = waiting.max() - waiting.min()
+    queues = (waiting.max() - waiting) / span if span > 0 else np.ones(len(waiting))
+    used = (signals["total_blocks"] - signals["free_blocks"]) / signals["total_blocks"]
+    return queue * queues + kv * (1.0 - used) + prefix * cached_share
+
+
+def latency(signals, prompt_tokens, predicted_tokens):
+    """AIBrix's expected latency in s, of the means that each engine publishes."""
+    return (
+        signals["queue_s"]
+        + signals["prefill_s_per_token"] * prompt_tokens
+        + signals["decode_s_per_token"] * predicted_tokens
+    )

@@ -110,6 +110,7 @@ class Instance:
         into["waiting_blocks"] = int(held.sum())
         into["first_waiting_blocks"] = int(held[0]) if len(held) else 0
         into["pending_tokens"] = int(left.sum())
+        into["prefill_tokens"] = int(np.maximum(0, rows["prompt"] - rows["computed"]).sum())
         into["in_flight"], into["in_flight_tokens"] = len(self.ledger), self.ledger.tokens
 
     def predict(self, status: Status, request: Request, metric: str, now_s: float) -> Prediction:

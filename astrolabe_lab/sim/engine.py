@@ -43,7 +43,8 @@ def run_one(trace, config: EngineConfig = EngineConfig(), cost=None, log: bool =
 
     ``trace``: a trace frame (rid, arrived_s, prompt_tokens, output_tokens). ``cost``: a StepCost (default: the preset
     llama2-7b-a30's). Returns ``(results, steps)``: results has one row a request (rid, arrived_s, prompt_tokens,
-    output_tokens, first_token_s, finished_s, ttft_s, tpot_s, e2e_s, generated_tokens, preemptions, status); steps has
+    output_tokens, first_token_s, finished_s, ttft_s, tpot_s, e2e_s, generated_tokens, preemptions, with prefix caching
+    cached_tokens (found at all its admissions), and status); steps has
     one row a scheduled request and step (step, start_s, end_s, rid, tokens), in scheduling order. ``steps.attrs`` holds
     two more frames: ``preemptions`` (step, rid) and ``steps`` (step, start_s, end_s, free_blocks, running, waiting).
     With ``log=False`` steps is None. ``leaps`` turns on leaps over decode-only stretches, which a log cannot show.
@@ -122,5 +123,6 @@ def outcomes(arrived_s, state: State) -> dict[str, np.ndarray]:
         "e2e_s": np.where(ok, finished_s - arrived_s, np.nan),
         "generated_tokens": generated,
         "preemptions": q["preemptions"].astype(np.int64),
+        **({"cached_tokens": q["reused"].astype(np.int64)} if state.engines["caching"].any() else {}),
         "status": status,
     }

@@ -51,7 +51,9 @@ class Faults:
         return i in self.down and i not in self.knowledge.paused
 
     def leave_out(self, i: int) -> None:
-        """The routers have found out that instance i is down."""
+        """The routers have found out that instance i is down; they take its cache for lost."""
+        for router in self.run.routers:
+            router.prefixes.forget(i)
         self.knowledge.set_healthy(x for x in self.knowledge.healthy if x != i)
 
     def _slow(self, now_s: float, i: int, factor: float) -> None:

@@ -139,6 +139,7 @@ def stop(engines, requests, running, batch, done, log, grids, pool, lists, i, no
     e.n_running = 0
     e.n_waiting = 0
     e.waiting_tokens = 0
+    e.waiting_prompts = 0
     e.waiting_blocks = 0
     e.waiting_head = NONE
     e.waiting_tail = NONE
@@ -152,4 +153,6 @@ def stop(engines, requests, running, batch, done, log, grids, pool, lists, i, no
     e.steady = 0
     e.stalled = 0
     e.now_s = now_s
+    e.queued = e.prefilled = e.decoded = 0
+    e.queued_s = e.prefilled_s = e.decoded_s = 0.0
     return lost[:n]

@@ -1,7 +1,7 @@
 """What the requests of a trace share: their prefixes, as the engines' block pools compare them.
 
 A trace's ``prefix_blocks`` lists ids of the leading blocks of each prompt, each of ``prefix_block_tokens`` tokens (the
-frame's attribute of that name; Mooncake's 512 by default). Requests whose first k ids are equal have the same tokens as
+trace says how many; Mooncake's 512 by default). Requests whose first k ids are equal have the same tokens as
 far as both prompts reach into these k blocks; all other tokens are a request's own.
 """
 
@@ -51,7 +51,11 @@ def read_prefixes(trace) -> Prefixes:
 
 def block_tokens(trace) -> int:
     """How many tokens each id of the trace's ``prefix_blocks`` stands for."""
-    tokens = trace.attrs.get("prefix_block_tokens", PREFIX_BLOCK_TOKENS)
+    from astrolabe_lab.trace import prefix_block_tokens
+
+    tokens = prefix_block_tokens(trace)
+    if tokens is None:
+        return PREFIX_BLOCK_TOKENS
     if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or not 1 <= tokens < 2**31:
         raise InputError(f"trace: prefix_block_tokens={tokens!r} must be a whole number of tokens, at least 1")
     return int(tokens)

@@ -12,6 +12,7 @@ def count_waiting(e, q, sign):
     """Count request q as waiting (sign 1), or as waiting no more (-1)."""
     e.n_waiting += sign
     e.waiting_tokens += sign * (q.prompt + q.predicted)
+    e.waiting_prompts += sign * q.prompt
     e.waiting_blocks += sign * blocks_of(q.prompt + q.generated, e.block_size)
 
 

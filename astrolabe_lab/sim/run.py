@@ -11,6 +11,7 @@ import numpy as np
 
 from astrolabe_lab import policies
 from astrolabe_lab.foresight import BASIS
+from astrolabe_lab.prefix_record import PrefixOverlap, PrefixRecord
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream
 from astrolabe_lab.sim import kernel, twin, view
@@ -18,7 +19,7 @@ from astrolabe_lab.sim.asking import Asking
 from astrolabe_lab.sim.engine import check_progress, load_requests, outcomes
 from astrolabe_lab.sim.faults import Faults
 from astrolabe_lab.sim.knowledge import Knowledge
-from astrolabe_lab.sim.prefixes import with_pools
+from astrolabe_lab.sim.prefixes import block_tokens, with_pools
 from astrolabe_lab.sim.state import FAILED, NONE, new_state
 from astrolabe_lab.sim.status import ROW
 
@@ -26,14 +27,15 @@ CHUNK = 500  # requests dispatched between two chances for Ctrl-C: compiled code
 
 
 class Router:
-    """One router: its policy, its random stream and its view."""
+    """One router: its policy, its random stream, its view, and its record of the prefixes that it has sent."""
 
-    def __init__(self, policy, rng, number):
+    def __init__(self, policy, rng, number, prefixes):
         self.policy = copy.deepcopy(policy)
         # The same draws from a generator that does not hold its seed: whoever knew that could draw the lengths' noise.
         self.rng = np.random.Generator(np.random.PCG64(0))
         self.rng.bit_generator.state = rng.bit_generator.state
         self.view = view.ClusterView(number)
+        self.prefixes = prefixes
 
 
 class Run:
@@ -61,9 +63,15 @@ class Run:
         self.asking = Asking(
             self.knowledge, configs, predictor_costs, control, noise, seed, extension, foresight
         )
-        self.number = view.register(self.asking.answer)
+        self.number = view.register(self.asking.answer, self.prefix_overlap)
+        capacity = {i: c.usable_blocks * c.block_size for i, c in enumerate(configs)}
         self.routers = [
-            Router(policy, stream(seed, "policy" if j == 0 else f"policy/{j}"), self.number)
+            Router(
+                policy,
+                stream(seed, "policy" if j == 0 else f"policy/{j}"),
+                self.number,
+                PrefixRecord(block_tokens(trace), capacity),
+            )
             for j in range(control.routers)
         ]
         self.predicted_e2e = np.full(len(trace), np.nan)
@@ -159,6 +167,7 @@ class Run:
         asking.begin(self.name, j, now_s, r)
         chosen = router.policy.choose(request, router.view, router.rng)
         i = knowledge.healthy[view.check_choice(chosen, len(knowledge.healthy), self.name)]
+        router.prefixes.sent(request, i, now_s)
         asking.dispatched(r, i, request)
         if asking.asked:
             self.predicted_e2e[r] = asking.asked.get(i, np.nan)
@@ -176,6 +185,11 @@ class Run:
             self.at(ready_s, self.ARRIVE, self._deliver, r, i, j, tokens)
         else:
             self._deliver(now_s, r, i, j, tokens)
+
+    def prefix_overlap(self, request: Request) -> PrefixOverlap:
+        """``ClusterView.prefix_overlap`` of the router that is deciding."""
+        asking = self.asking
+        return self.routers[asking.j].prefixes.overlap(request, self.knowledge.healthy, asking.now_s)
 
     def _send(self, _, i: int, j: int, tokens: int) -> None:
         """Enter a dispatch to instance i into router j's ledger."""

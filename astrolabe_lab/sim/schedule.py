@@ -19,6 +19,8 @@ the queue's head afterwards.
 
 from __future__ import annotations
 
+import numpy as np
+
 from astrolabe_lab.sim.caching import adopt, keep_full, look_up, release, take
 from astrolabe_lab.sim.compiled import V0_CHUNKED, V0_PREFILL_FIRST, V1, blocks_of, compiled, step_seconds
 from astrolabe_lab.sim.queues import count_waiting, leave_waiting, preempt_until_free, requeue, tell_router
@@ -50,6 +52,10 @@ def admit(
         if whole - found + idle + watermark > e.free_blocks:
             break
         leave_waiting(engines, requests, running, batch, done, log, grids, pool, lists, i, r)
+        if np.isnan(q.first_token_s):
+            e.queued += 1
+            e.queued_s += e.now_s - q.ready_s
+            q.first_token_s = e.now_s
         adopt(e, pool, lists, q, found, idle)
         take(e, pool, lists, q, (blocks_of(computed + new, e.block_size) if v1 else whole) - found)
         keep_full(e, pool, lists, q, r, computed + new)
@@ -211,9 +217,12 @@ def write_log(engines, requests, running, batch, done, log, grids, pool, lists, 
 
 
 @compiled
-def finish(requests, done, i, r, now_s):
+def finish(e, requests, done, i, r, now_s):
     """Request r has its last token; its router hears of it."""
     q = requests[r]
+    e.finished += 1
+    e.decoded += q.generated - 1
+    e.decoded_s += now_s - q.first_token_s
     q.state = FINISHED
     q.finished_s = now_s
     tell_router(done, i, q)
@@ -246,6 +255,8 @@ def complete(engines, requests, running, batch, done, log, grids, pool, lists, i
             if e.depth == 2:
                 keep_full(e, pool, lists, q, b.request, q.computed - q.placeholders)
         if q.generated == 1:
+            e.prefilled += q.prompt
+            e.prefilled_s += t - q.first_token_s
             q.first_token_s = t
         if q.generated >= q.output:
             if stale:
@@ -253,8 +264,7 @@ def complete(engines, requests, running, batch, done, log, grids, pool, lists, i
             else:
                 release(e, pool, lists, q)
                 ended += 1
-            finish(requests, done, i, b.request, t)
-            e.finished += 1
+            finish(e, requests, done, i, b.request, t)
     if ended > 0:
         kept = 0
         for k in range(e.n_running):

@@ -43,7 +43,7 @@ REQUEST = np.dtype(
         ("row", "i4"),  # scratch: the request's row in a status being written
         ("lost", "i4"),  # tokens computed before the batch in flight when it was preempted
         ("ready_s", "f8"),
-        ("first_token_s", "f8"),
+        ("first_token_s", "f8"),  # until it is there, when the request was first admitted
         ("finished_s", "f8"),
         # prefix caching; the record has 128 bytes, two cache lines
         ("prefix_at", "i4"),  # where in State.lists the chains of its listed prefix begin
@@ -85,6 +85,7 @@ ENGINE = np.dtype(
         ("n_running", "i8"),
         ("n_waiting", "i8"),
         ("waiting_tokens", "i8"),  # prompt and predicted tokens of the waiting requests
+        ("waiting_prompts", "i8"),  # prompt tokens of them
         ("waiting_blocks", "i8"),  # blocks that the waiting requests need for what they hold now
         ("waiting_head", "i8"),
         ("waiting_tail", "i8"),
@@ -110,6 +111,12 @@ ENGINE = np.dtype(
         ("marks", "i8"),
         ("freed", "i8"),  # without a pool: blocks given back so far
         # counters
+        ("queued", "i8"),  # requests admitted, and what they waited for that in all
+        ("queued_s", "f8"),
+        ("prefilled", "i8"),  # prompt tokens of requests with a first token, and from admission to it in all
+        ("prefilled_s", "f8"),
+        ("decoded", "i8"),  # tokens of finished requests after their first, and from that to the end in all
+        ("decoded_s", "f8"),
         ("steps", "i8"),
         ("tokens", "i8"),
         ("preemptions", "i8"),

@@ -85,13 +85,12 @@ def finishing_step(engines, requests, running, batch, done, grids, i):
         q = requests[r]
         q.generated += 1
         if q.generated >= q.output:
-            finish(requests, done, i, r, end_s)
+            finish(e, requests, done, i, r, end_s)
             q.in_flight = 0
             q.placeholders = 0
             free += q.blocks - q.shared
             e.freed += q.blocks - q.shared
             q.blocks = 0
-            e.finished += 1
             continue
         running[i, kept] = r
         batch[i, slot, kept].request = r

@@ -11,7 +11,7 @@ import numpy as np
 from astrolabe_lab.foresight import LEARNED, note_dispatch, open_prediction, settle
 from astrolabe_lab.forward import ANSWER, PENDING, predict, value_of
 from astrolabe_lab.objective import TTFT, Objective, objective
-from astrolabe_lab.policies import Astrolabe, LeastLoaded, LlumnixMinus, Random, RoundRobin, draw, scores
+from astrolabe_lab.policies import Astrolabe, LeastLatency, LeastLoaded, LlumnixMinus, Random, RoundRobin, draw, scores
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.caching import look_up_newcomer
 from astrolabe_lab.sim.compiled import compiled
@@ -19,14 +19,15 @@ from astrolabe_lab.sim.signals import SIGNALS, read_counts
 from astrolabe_lab.sim.state import NONE
 from astrolabe_lab.sim.status import write_status
 
-KINDS = (Random, RoundRobin, LeastLoaded, LlumnixMinus, Astrolabe)
-RANDOM, ROUND_ROBIN, LEAST_LOADED, LLUMNIX_MINUS_A, LLUMNIX_MINUS_B, ASTROLABE = range(6)
+KINDS = (Random, RoundRobin, LeastLoaded, LlumnixMinus, Astrolabe, LeastLatency)
+RANDOM, ROUND_ROBIN, LEAST_LOADED, LLUMNIX_MINUS_A, LLUMNIX_MINUS_B, ASTROLABE, LEAST_LATENCY = range(7)
 UNASKED = Objective(0)
 
 _sample_k = compiled(draw.sample_k)
 _argmin = compiled(draw.argmin_loop)
 _uniform = compiled(draw.uniform)
 _requests = compiled(scores.requests)
+_latency = compiled(scores.latency)
 _llumnix_minus_a = compiled(scores.llumnix_minus_a)
 _llumnix_minus_b = compiled(scores.llumnix_minus_b)
 
@@ -40,6 +41,8 @@ def twin_of(policy) -> tuple[int, int, Objective, int] | None:
         return None if callable(policy.metric) else (ASTROLABE, policy.k, objective(policy.metric), 0)
     if kind is LlumnixMinus:
         return (LLUMNIX_MINUS_A if policy.variant == "a" else LLUMNIX_MINUS_B), 0, UNASKED, int(policy.defrag)
+    if kind is LeastLatency:
+        return LEAST_LATENCY, 0, UNASKED, 0
     if kind is RoundRobin:
         return ROUND_ROBIN, 0, UNASKED, policy.count
     return KINDS.index(kind), 0, UNASKED, 0
@@ -132,6 +135,8 @@ def run(
                 read_counts(engines, requests, i, t, signals[i])
             if kind == LEAST_LOADED:
                 chosen = _argmin(_requests(signals), rng)
+            elif kind == LEAST_LATENCY:
+                chosen = _argmin(_latency(signals, requests[r].prompt, requests[r].predicted), rng)
             elif kind == LLUMNIX_MINUS_A:
                 chosen = _argmin(_llumnix_minus_a(signals), rng)
             else:

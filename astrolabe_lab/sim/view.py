@@ -14,9 +14,10 @@ from itertools import count
 import numpy as np
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.prefix_record import PrefixOverlap
 from astrolabe_lab.sim.signals import Signals
 
-_asked = {}  # number of a simulation -> its answer to predict(); emptied when the simulation ends
+_asked = {}  # number of a simulation -> its answers to predict() and prefix_overlap(), until it ends
 _numbers = count()
 
 
@@ -54,16 +55,24 @@ class ClusterView:
     def predict(self, request, metric, instances) -> np.ndarray:
         """Predicted ``metric`` (e2e_s, ttft_s, tpot_s, added_delay_s, or a callable of Predictions) of the request on
         each of ``instances`` (indices into this view): float64, lower is better, inf where it does not fit."""
-        answer = _asked.get(self._number)
-        if answer is None:
-            raise InputError("predict: the simulation of this cluster has ended")
-        return answer(request, metric, instances)
+        return self._ask("predict")(request, metric, instances)
+
+    def prefix_overlap(self, request) -> PrefixOverlap:
+        """What this router takes each instance to have cached of the request's prompt, by its record of what it sent
+        where; arrays in the order of this view."""
+        return self._ask("prefix_overlap")(request)
+
+    def _ask(self, what: str):
+        if self._number not in _asked:
+            raise InputError(f"{what}: the simulation of this cluster has ended")
+        return _asked[self._number][what]
 
 
-def register(answer) -> int:
-    """Name a simulation by a number under which its views find ``answer(request, metric, instances)``."""
+def register(predict, prefix_overlap) -> int:
+    """Name a simulation by a number under which its views find ``predict(request, metric, instances)`` and
+    ``prefix_overlap(request)``."""
     number = next(_numbers)
-    _asked[number] = answer
+    _asked[number] = {"predict": predict, "prefix_overlap": prefix_overlap}
     return number
 
 
