@@ -255,16 +255,12 @@ def _answers(args, keep_others: bool = False):
 
 def _own(text: str):
     """Answers made here: the requests of a ShareGPT-like trace."""
-    from astrolabe_lab import sharegpt_like
     from astrolabe_lab.length import data
 
     size = text.partition(":")[2] or str(_OWN_SIZE)
     if not (size.isascii() and size.isdigit() and int(size)):
         raise InputError(f"{text!r}: after {OWN}: stands the number of requests, e.g. {OWN}:{_OWN_SIZE}")
-    frame = data.from_trace(sharegpt_like.generate(int(size), seed=0), source=OWN)
-    known = sharegpt_like.noise_floor()
-    frame.attrs["noise_floor"] = {"mae": known.mae_tokens, "mape": known.mape}
-    return frame
+    return data.generated(int(size))
 
 
 def _pair(text: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ import nbformat
 import pandas as pd
 import pytest
 
+from astrolabe_lab.length.observed import read_observed
 from astrolabe_lab.parameters import notebook_parameters
 from astrolabe_lab.report import PLOTLY, build
 from astrolabe_lab.run import run_notebook
@@ -21,7 +22,18 @@ SMALL = {
     "01_traces": {"requests": 150, "seeds": [0, 1], "instances": 2, "qps": 4.0},
     "02_engine": {"load_requests": 40, "load_seeds": [0, 1], "check_requests": 12},
     "03_dispatch_sweep": {"qps": [6.0, 9.0], "seeds": [0, 1], "requests": 80, "instances": 3},
+    "10_length_model": {
+        "answers": 300,
+        "models": ["constant", "prompt_ridge:vocabulary=50", "encoder:max_tokens=32,landmarks=40,vocabulary=50"],
+    },
     "04_fidelity": {"requests": 60, "qps": 12.0},
+    "11_how_good_is_good_enough": {
+        "qps": [6.0, 9.0], "seeds": [0, 1], "requests": 80, "instances": 3, "mixed_qps": 6.0,
+    },
+    "12_drift": {
+        "trained_on": 300, "before": 700, "after": 500, "judged_on": 100, "seeds": [0, 1], "instances": 3,
+        "rates": [2.5, 4.0], "window": 100,
+    },
 }
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
 
@@ -155,6 +167,24 @@ def test_the_fidelity_notebook_replays_a_real_run(shared, tmp_path):
     assert "a real run of vLLM 0.19.0" in copy.read_text()
     table = pd.read_parquet(copy.with_name("errors.parquet")).set_index(["metric", "statistic"])
     assert table.error_pct.abs().xs("mean", level="statistic").max() < 5 and table.peer_error_pct.notna().all()
+
+
+def test_what_a_length_is_worth_is_told_for_every_level_and_once_for_who_reads_none(executed):
+    summary = pd.read_parquet(executed("11_how_good_is_good_enough").with_name("summary.parquet"))
+    assert len(summary) == (2 * 6 + 2) * 2 * 2
+    assert summary.groupby("policy").lengths.nunique().to_dict() == {
+        "astrolabe:k=2": 6, "min_tokens": 6, "least_loaded": 1, "llumnix_minus_a": 1,
+    }  # fmt: skip
+    assert summary.groupby(["qps", "seed"]).workload.nunique().eq(1).all()  # all comparisons are paired
+
+
+def test_the_drift_notebook_finds_both_changes_and_leaves_their_journals(executed):
+    errors = pd.read_parquet(executed("12_drift").with_name("errors.parquet")).set_index(["change", "told"])
+    assert (errors.loc[(slice(None), "retrained"), "mae_tokens"].to_numpy()
+            < errors.loc[(slice(None), "old model"), "mae_tokens"].to_numpy()).all()  # fmt: skip
+    for change in ("longer", "reasoning"):
+        observed = read_observed(executed("12_drift").with_name(f"{change}.jsonl"))
+        assert len(observed) == 1200 and observed.prompt.notna().all()
 
 
 def test_together_they_make_one_report(executed, tmp_path):

@@ -109,6 +109,16 @@ def from_trace(trace: pd.DataFrame, model: str = "", source: str = "trace") -> p
     return frame
 
 
+def generated(n: int, seed: int = 0) -> pd.DataFrame:
+    """Answers made here: those of ``sharegpt_like.generate(n, seed)``; ``attrs["noise_floor"]`` has the known floor."""
+    from astrolabe_lab import sharegpt_like
+
+    frame = from_trace(sharegpt_like.generate(n, seed=seed), source="sharegpt_like")
+    known = sharegpt_like.noise_floor()
+    frame.attrs["noise_floor"] = {"mae": known.mae_tokens, "mape": known.mape}
+    return frame
+
+
 def describe(frame: pd.DataFrame) -> str:
     """One line on what is in a frame of answers and what cleaning did to it."""
     notes = frame.attrs.get("cleaning", {})
