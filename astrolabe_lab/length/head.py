@@ -45,7 +45,12 @@ class Ridge:
             self.scores = (centered @ self.axes).astype(np.float64)
         order = np.argsort(groups, kind="stable")
         starts = np.flatnonzero(np.r_[True, np.diff(groups[order]) != 0])
-        self.blocks = [rows for rows in np.split(order, starts[1:]) if len(rows) > 1]
+        several = [rows for rows in np.split(order, starts[1:]) if len(rows) > 1]
+        # Prompts of as many answers are solved for at once, so many of them that their scores fit in the cache.
+        self.blocks = []
+        for size in sorted({len(rows) for rows in several}):
+            alike = np.array([rows for rows in several if len(rows) == size])
+            self.blocks += np.array_split(alike, math.ceil(alike.size / 512))
 
     def solve(self, y: np.ndarray, alpha: float) -> tuple[np.ndarray, float]:
         """Slope (d,) and intercept."""
@@ -65,8 +70,10 @@ class Ridge:
         leverage = 1.0 / n + np.einsum("ij,j,ij->i", self.scores, shrunk, self.scores)
         out = residual / np.maximum(1.0 - leverage, 1e-6)
         for rows in self.blocks:
-            hat = 1.0 / n + (self.scores[rows] * shrunk) @ self.scores[rows].T
-            out[rows] = np.linalg.solve(np.eye(len(rows)) * (1 + 1e-9) - hat, residual[rows])
+            scores = self.scores[rows]
+            hat = 1.0 / n + (scores * shrunk) @ scores.transpose(0, 2, 1)
+            solved = np.linalg.solve(np.eye(rows.shape[1]) * (1 + 1e-9) - hat, residual[rows][..., None])
+            out[rows] = solved[..., 0]
         return y - out
 
 
