@@ -197,7 +197,7 @@ def test_a_scheduler_that_makes_no_progress_is_an_error_not_a_hang(monkeypatch):
 def test_settings_that_vllm_refuses_are_input_errors():
     refused = SimpleNamespace(
         max_num_seqs=4, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=9, max_model_len=32,
-        enable_chunked_prefill=False, watermark=0.0, async_scheduling=False,
+        enable_chunked_prefill=False, enable_prefix_caching=False, watermark=0.0, async_scheduling=False,
     )  # fmt: skip
     with pytest.raises(InputError, match="vLLM refuses these engine settings"):
         oracle.run_vllm(frame_of((0.0, 3, 1)), refused, cost_of(base_s=1.0))
