@@ -118,7 +118,7 @@ def trend(means: np.ndarray) -> tuple[float, float]:
     The residuals' lag-1 autocorrelation r, corrected for its bias in short series, leaves n (1 - r) / (1 + r)
     independent values, 3 at least.
     """
-    from scipy import stats
+    from scipy.special import stdtr  # scipy.stats takes a second to load, which every simulation would wait for
 
     n = len(means)
     x = np.arange(n) - (n - 1) / 2
@@ -130,7 +130,7 @@ def trend(means: np.ndarray) -> tuple[float, float]:
     r = min(max(float(rest[1:] @ rest[:-1]) / left + 3 / n, 0.0), 0.9)
     inflation = (1 + r) / (1 - r)
     error = math.sqrt(left / (n - 2) / float(x @ x) * inflation)
-    return slope, float(stats.t.sf(slope / error, max(n / inflation, 3.0) - 2))
+    return slope, float(stdtr(max(n / inflation, 3.0) - 2, -slope / error))
 
 
 def grows(growth_rps: float, p: float, arrival_rps: float) -> bool:
