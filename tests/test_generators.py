@@ -107,5 +107,5 @@ def test_a_sweep_over_the_mixed_family_comes_in_its_bursts_unless_told_otherwise
     expected = with_arrivals(drawn, 5.0, families.ARRIVALS["mixed"], seed=1)
     assert kind == families.ARRIVALS["mixed"] and frame["arrived_s"].equals(expected["arrived_s"])
     assert resolved(arrivals="constant")[0][0] == "constant"
-    with pytest.raises(InputError, match="make a file of others first"):
+    with pytest.raises(InputError, match="d does not exist: give a folder of ServeGen clients"):
         plan.planned(plan.grid_of("servegen:d", ["random"], [5.0], [1], requests=30))
