@@ -38,7 +38,7 @@ FORM = (
     "other_scripts",
     "log_largest_amount",
     "has_amount",
-    *(f"log_{unit}s" for unit in _UNITS),
+    *(f"log_amount_of_{unit}s" for unit in _UNITS),
 )
 
 
