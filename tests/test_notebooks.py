@@ -136,7 +136,7 @@ def test_the_engine_notebook_never_claims_a_comparison_that_was_not_made(execute
     differences = pd.read_parquet(executed("02_engine").with_name("differences.parquet"))
     text = executed("02_engine").read_text()
     if find_spec("vllm"):
-        assert len(differences) == 4 and differences.steps.min() > 100
+        assert len(differences) == 6 and differences.steps.min() > 100
         assert (differences[["different_steps", "different_preemptions"]] == 0).all(axis=None)
     else:
         assert differences.empty
