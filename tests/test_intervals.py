@@ -185,6 +185,12 @@ def test_the_seeds_needed_are_those_of_the_power_tables():
         seeds_needed(1.0, 0)
 
 
+def test_a_larger_effect_never_needs_more_seeds():
+    needed = [seeds_needed(1.0, effect) for effect in np.geomspace(0.05, 2000, 60)]
+    assert needed == sorted(needed, reverse=True) and needed[-1] == 2
+    assert (seeds_needed(1.0, 7.0), seeds_needed(1.0, 20.0)) == (3, 2)
+
+
 def test_that_many_seeds_do_see_the_effect_that_often():
     rng = np.random.default_rng(14)
     n = int(seeds_needed(1.0, 1.0))

@@ -23,7 +23,8 @@ def seeds_needed(spread: float, effect: float, level: float = 0.95, power: float
 
     def enough(n: int) -> bool:
         border, shift = stats.t.ppf((1 + level) / 2, n - 1), math.sqrt(n) * effect / spread
-        return stats.nct.sf(border, n - 1, shift) + stats.nct.cdf(-border, n - 1, shift) >= power
+        wrong_side = stats.nct.cdf(-border, n - 1, shift) if shift < 3 else 0.0  # scipy's is NaN far out
+        return stats.nct.sf(border, n - 1, shift) + wrong_side >= power
 
     if spread < 1e-3 * effect or enough(2):
         return 2
