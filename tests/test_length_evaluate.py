@@ -162,6 +162,14 @@ def test_a_good_model_closes_the_gap_between_constant_and_floor():
     assert found["concordance"] > 0.6 and found["pinball_p90"] < found["constant_pinball_p90"]
 
 
+def test_the_floor_of_data_made_here_is_the_known_one():
+    """And a ridge on the wording goes most of the way to it."""
+    found = evaluate(data.generated(1500), "prompt_ridge:vocabulary=400").summary()
+    assert found["floor_mae"] == pytest.approx(sharegpt_like.noise_floor().mae_tokens)
+    assert found["gap_closed"] > 0.6
+    assert found["mae"] > found["floor_mae"]
+
+
 def test_the_oracle_is_told_the_truth_and_noise_on_it_comes_out_as_asked():
     assert evaluate(answers(), "oracle").summary()["mae"] == 0
     noisy = evaluate(answers(2000), "noisy:model=oracle,relative_error=0.3", test=0.9).summary()

@@ -170,17 +170,19 @@ def test_the_mean_above_a_point_is_that_of_a_sample():
 
 
 @pytest.mark.parametrize(("n", "d"), [(30, 5), (12, 40)])
-def test_held_out_predictions_are_those_of_fits_without_the_prompt(n, d):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_held_out_predictions_are_those_of_fits_without_the_prompt(n, d, weighted):
     x, y = RNG.standard_normal((n, d)), RNG.standard_normal(n)
+    weights = RNG.uniform(0.5, 3, n) if weighted else np.ones(n)
     groups = np.arange(n) // 2  # two answers a prompt
-    held = Ridge(x, groups).held_out(y, 0.7)
+    held = Ridge(x, groups, weights).held_out(y, 0.7)
     for group in (0, 3):
         rest, mine = groups != group, groups == group
         # The rows' centre is that of all rows, prompts held out included; the slope is fitted anew.
-        centered = x - x.mean(axis=0)
+        centered = x - np.average(x, axis=0, weights=weights)
         a = np.c_[np.ones(rest.sum()), centered[rest]]
         penalty = np.diag([0.0, *[0.7] * d])
-        solution = np.linalg.solve(a.T @ a + penalty, a.T @ y[rest])
+        solution = np.linalg.solve(a.T * weights[rest] @ a + penalty, a.T * weights[rest] @ y[rest])
         np.testing.assert_allclose(held[mine], np.c_[np.ones(mine.sum()), centered[mine]] @ solution, atol=1e-5)
 
 

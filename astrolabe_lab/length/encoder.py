@@ -100,16 +100,18 @@ class Encoder(LinearEstimator):
         self._wording = Wording.learn(prompts, self.vocabulary) if self.vocabulary else None
         vectors = self._vectors(prompts)
         self._landmarks = Landmarks.learn(vectors, self.landmarks, self.seed)
-        return self._beside(vectors, prompts)
+        rows = self._beside(vectors, prompts, interplay=True)
+        plain = self._landmarks.whiten.shape[1] + (self._wording.plain_columns if self._wording else 0)
+        return rows, plain
 
-    def _rows(self, prompts):
-        return self._beside(self._vectors(prompts), prompts)
+    def _rows(self, prompts, interplay):
+        return self._beside(self._vectors(prompts), prompts, interplay)
 
-    def _beside(self, vectors, prompts):
+    def _beside(self, vectors, prompts, interplay):
         import numpy as np
 
         rows = self._landmarks.rows(vectors)
-        return rows if self._wording is None else np.hstack([rows, self._wording.rows(prompts)])
+        return rows if self._wording is None else np.hstack([rows, self._wording.rows(prompts, interplay)])
 
     def _vectors(self, prompts):
         if len(prompts) < _CACHED_FROM:

@@ -180,7 +180,7 @@ def evaluate(
                 f"{row['constant_mae']:.1f} tokens"
             )
     return Evaluation(
-        pd.DataFrame(rows), pd.concat(predicted, ignore_index=True), metrics.noise_floor(judged)
+        pd.DataFrame(rows), pd.concat(predicted, ignore_index=True), _floor(frame, judged)
     )
 
 

@@ -25,14 +25,16 @@ class Ridge:
     """Least squares with ``alpha`` times the squared slope, one decomposition for every alpha and target.
 
     The smaller of the two forms is decomposed, d by d or n by n. ``groups`` (n,) numbers the prompts: rows of one
-    prompt are left out together.
+    prompt are left out together. ``weights`` (n,) count a row as so many.
     """
 
-    def __init__(self, x: np.ndarray, groups: np.ndarray):
+    def __init__(self, x: np.ndarray, groups: np.ndarray, weights: np.ndarray | None = None):
         import numpy as np
 
-        self.mean = x.mean(axis=0, dtype=np.float64)
-        centered = x - self.mean.astype(x.dtype)
+        weights = np.ones(len(x)) if weights is None else np.asarray(weights, dtype=np.float64)
+        self.weights, self.root = weights, np.sqrt(weights)
+        self.mean = np.average(x, axis=0, weights=weights)
+        centered = (x - self.mean.astype(x.dtype)) * self.root[:, None].astype(x.dtype)
         if len(x) < x.shape[1]:
             values, u = np.linalg.eigh((centered @ centered.T).astype(np.float64))
             keep = values > values[-1] * 1e-10
@@ -54,8 +56,10 @@ class Ridge:
 
     def solve(self, y: np.ndarray, alpha: float) -> tuple[np.ndarray, float]:
         """Slope (d,) and intercept."""
-        center = float(y.mean())
-        inner = (self.scores.T @ (y - center)) / (self.values + alpha)
+        import numpy as np
+
+        center = float(np.average(y, weights=self.weights))
+        inner = (self.scores.T @ (self.root * (y - center))) / (self.values + alpha)
         slope = (self.axes @ inner).astype("float64")
         return slope, center - float(self.mean @ slope)
 
@@ -63,18 +67,19 @@ class Ridge:
         """What each y is predicted from the rows of the other prompts, exactly, without fitting again."""
         import numpy as np
 
-        n, center = len(y), float(y.mean())
         shrunk = 1.0 / (self.values + alpha)
-        fitted = center + self.scores @ (shrunk * (self.scores.T @ (y - center)))
-        residual = y - fitted
-        leverage = 1.0 / n + np.einsum("ij,j,ij->i", self.scores, shrunk, self.scores)
+        scaled = self.root * (y - np.average(y, weights=self.weights))
+        residual = scaled - self.scores @ (shrunk * (self.scores.T @ scaled))
+        share = self.root / math.sqrt(self.weights.sum())  # of the intercept
+        leverage = share**2 + np.einsum("ij,j,ij->i", self.scores, shrunk, self.scores)
         out = residual / np.maximum(1.0 - leverage, 1e-6)
         for rows in self.blocks:
             scores = self.scores[rows]
-            hat = 1.0 / n + (scores * shrunk) @ scores.transpose(0, 2, 1)
+            of_intercept = share[rows][:, :, None] * share[rows][:, None, :]
+            hat = of_intercept + (scores * shrunk) @ scores.transpose(0, 2, 1)
             solved = np.linalg.solve(np.eye(rows.shape[1]) * (1 + 1e-9) - hat, residual[rows][..., None])
             out[rows] = solved[..., 0]
-        return y - out
+        return y - out / self.root
 
 
 class Head:

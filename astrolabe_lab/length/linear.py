@@ -16,15 +16,17 @@ if TYPE_CHECKING:
 
 class LinearEstimator(Estimator):
     """Subclasses say what the rows are: ``_learn_rows``, ``_rows``, ``_write_rows`` and ``_read_rows``. One serving
-    model gets a Head; several get a PooledHead."""
+    model gets a Head; several get a PooledHead. The last columns of the rows, the wording's interplay, are used where
+    that lowers the held-out error."""
 
     alpha: float | None
 
-    def _learn_rows(self, prompts: list[str]) -> np.ndarray:
-        """Learn from distinct prompts how to make rows, and return theirs, float32 (p, d)."""
+    def _learn_rows(self, prompts: list[str]) -> tuple[np.ndarray, int]:
+        """Learn from distinct prompts how to make rows; theirs, float32 (p, d), and how many columns are plain."""
         raise NotImplementedError
 
-    def _rows(self, prompts: list[str]) -> np.ndarray:
+    def _rows(self, prompts: list[str], interplay: bool) -> np.ndarray:
+        """The rows of these prompts, the columns that are not plain only if ``interplay``."""
         raise NotImplementedError
 
     def _write_rows(self, folder: Path) -> None:
@@ -38,18 +40,25 @@ class LinearEstimator(Estimator):
 
         distinct = {prompt: i for i, prompt in enumerate(dict.fromkeys(samples.prompts))}
         prompt = np.array([distinct[text] for text in samples.prompts])
-        rows = self._learn_rows(list(distinct))
+        rows, plain = self._learn_rows(list(distinct))
         names = sorted(set(samples.models)) if samples.models else []
-        if len(names) > 1:
-            model = np.searchsorted(names, samples.models)
-            self._head = PooledHead.learn(rows, prompt, model, samples.lengths, samples.censored, self.alpha)
-        else:
-            self._head = Head.learn(rows[prompt], samples.lengths, samples.censored, prompt, self.alpha)
+        model = np.searchsorted(names, samples.models) if len(names) > 1 else None
+
+        def head(x):
+            if model is None:
+                return Head.learn(x[prompt], samples.lengths, samples.censored, prompt, self.alpha)
+            return PooledHead.learn(x, prompt, model, samples.lengths, samples.censored, self.alpha)
+
+        self._head, self._interplay = head(rows[:, :plain]), False
+        if plain < rows.shape[1]:
+            richer = head(rows)
+            if richer.loss < self._head.loss:
+                self._head, self._interplay = richer, True
 
     def _quantiles(self, prompts, models, levels):
         import numpy as np
 
-        rows = self._rows(prompts)
+        rows = self._rows(prompts, self._interplay)
         if isinstance(self._head, Head):
             return self._head.quantiles(rows, levels)
         return self._head.quantiles(rows, np.searchsorted(self.models_, models), levels)
@@ -57,9 +66,10 @@ class LinearEstimator(Estimator):
     def _write(self, folder: Path) -> dict:
         self._write_rows(folder)
         artifact.save_arrays(folder / "head.npz", **self._head.arrays())
-        return {"pooled": isinstance(self._head, PooledHead)}
+        return {"pooled": isinstance(self._head, PooledHead), "interplay": self._interplay}
 
     def _read(self, folder: Path, noted: dict) -> None:
         self._read_rows(folder)
+        self._interplay = bool(noted["interplay"])
         kind = PooledHead if noted["pooled"] else Head
         self._head = kind.from_arrays(artifact.load_arrays(folder / "head.npz"))

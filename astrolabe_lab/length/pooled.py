@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 DIRECTIONS = 48
 EFFECT_SCALE = 4.0  # so large beside the directions that its slope is hardly penalised
 _ROUNDS = 4
+_LONE_NOISE = 3.0  # variance among answers to a prompt, beside that of the prompt's effect about the ridge
 
 
 class PooledHead:
     """The fitted distributions, one a model, on a shared effect."""
 
-    def __init__(self, slope, intercept, axes, mean, heads: list[Head]):
-        self.slope, self.intercept, self.axes, self.mean, self.heads = slope, intercept, axes, mean, heads
+    def __init__(self, slope, intercept, axes, mean, loss, heads: list[Head]):
+        self.slope, self.intercept, self.axes, self.mean = slope, intercept, axes, mean
+        self.loss, self.heads = loss, heads
 
     @classmethod
     def learn(cls, x, prompt, model, lengths, censored, alpha: float | None = None) -> PooledHead:
@@ -35,7 +37,8 @@ class PooledHead:
         y = np.log(lengths)
         models = int(model.max()) + 1
         answers = np.bincount(prompt, minlength=len(x))
-        ridge = Ridge(x, np.arange(len(x)))
+        # The mean of many answers is less noisy than one answer, but no less for what the rows do not say.
+        ridge = Ridge(x, np.arange(len(x)), (1 + _LONE_NOISE) * answers / (answers + _LONE_NOISE))
         effect = np.zeros(len(x))
         filled, none_cut = y.copy(), np.zeros(len(x), dtype=bool)
         for turn in range(_ROUNDS):
@@ -51,7 +54,7 @@ class PooledHead:
                 filled[censored] = location[censored] + sd * mean_above((y - location)[censored] / sd)
         slope, intercept = ridge.solve(target, alpha)
         axes = ridge.axes[:, -DIRECTIONS:]  # eigenvalues rise
-        pooled = cls(slope, intercept, axes, ridge.mean, [])
+        pooled = cls(slope, intercept, axes, ridge.mean, held_out_mae(target, effect, none_cut), [])
         inputs = pooled._inputs(x, effect)
         for m in range(models):
             mine = model == m

@@ -28,10 +28,10 @@ class PromptRidge(LinearEstimator):
 
     def _learn_rows(self, prompts):
         self._wording = Wording.learn(prompts, self.vocabulary)
-        return self._wording.rows(prompts)
+        return self._wording.rows(prompts), self._wording.plain_columns
 
-    def _rows(self, prompts):
-        return self._wording.rows(prompts)
+    def _rows(self, prompts, interplay):
+        return self._wording.rows(prompts, interplay)
 
     def _write_rows(self, folder: Path) -> None:
         self._wording.write(folder)

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     import numpy as np
 
 HEAD_CHARS, TAIL_CHARS = 600, 300
+# What is asked for usually stands in the first line, and what it is to be done with after it.
+OPENING_CHARS = 300
+OPENING_TERMS, INTERPLAY_TERMS = 400, 100
+_PRESENCE, _INTERPLAY = 0.3, 2.0
+_INTERPLAY_WITH = ("log_words_after_the_first_line", "log_largest_amount")
 _TOKEN = re.compile(r"[^\W\d_]+(?:'[a-z]+)?|\d[\d.,]*|[^\w\s]", re.UNICODE)
 _WORD = re.compile(r"\w+")
 # A number, and the word that says what it counts.
@@ -45,11 +50,16 @@ FORM = (
 def terms(prompt: str) -> list[str]:
     """The words and pairs of words at the head and the tail of the prompt, lower-case; numbers are one word."""
     if len(prompt) <= HEAD_CHARS + TAIL_CHARS:
-        return _grams(prompt, "")
-    return _grams(prompt[:HEAD_CHARS], "") + _grams(prompt[-TAIL_CHARS:], "")
+        return _grams(prompt)
+    return _grams(prompt[:HEAD_CHARS]) + _grams(prompt[-TAIL_CHARS:])
 
 
-def _grams(text: str, prefix: str) -> list[str]:
+def opening_terms(prompt: str) -> list[str]:
+    """The words and pairs of words of the prompt's first line, at most OPENING_CHARS of it."""
+    return _grams(prompt.strip().partition("\n")[0][:OPENING_CHARS])
+
+
+def _grams(text: str) -> list[str]:
     words = ["<number>" if word[0].isdigit() else word for word in _TOKEN.findall(text.lower())]
     pairs = [f"{first} {second}" for first, second in zip(words, words[1:], strict=False)]
     start = [f"^ {words[0]}"] if words else []
@@ -87,58 +97,91 @@ def form(prompt: str) -> list[float]:
 
 
 class Wording:
-    """A vocabulary of terms with their weights, learned from prompts; turns prompts into rows of numbers."""
+    """A vocabulary of terms with their weights, learned from prompts; turns prompts into rows of numbers.
 
-    def __init__(
-        self, vocabulary: dict[str, int], weights: np.ndarray, center: np.ndarray, spread: np.ndarray
-    ):
-        self.vocabulary, self.weights, self.center, self.spread = vocabulary, weights, center, spread
+    The columns: terms of the prompt, its FORM, and then the *interplay* of its opening: which of the ``opening`` terms
+    are there, and for the commonest of these, how much text follows and the largest amount that is named. "Rewrite"
+    asks for the more the longer the text, "summarize" hardly does: what no sum of word and size can say.
+    """
+
+    def __init__(self, vocabulary, opening, weights: np.ndarray, center: np.ndarray, spread: np.ndarray):
+        self.vocabulary: dict[str, int] = {term: i for i, term in enumerate(vocabulary)}
+        self.opening: dict[str, int] = {term: i for i, term in enumerate(opening)}
+        self.weights, self.center, self.spread = weights, center, spread
 
     @classmethod
     def learn(cls, prompts: list[str], size: int, minimum: int = 2) -> Wording:
         """The ``size`` terms found in the most prompts, at least ``minimum`` of them, with their inverse frequency."""
         import numpy as np
 
-        found = Counter()
-        for prompt in prompts:
-            found.update(set(terms(prompt)))
-        common = sorted(
-            ((n, term) for term, n in found.items() if n >= minimum), key=lambda x: (-x[0], x[1])
-        )[:size]
+        common = _common(map(terms, prompts), size, minimum)
+        opening = _common(map(opening_terms, prompts), min(size, OPENING_TERMS), minimum)
         weights = np.array([1.0 + math.log(len(prompts) / n) for n, _ in common])
         forms = np.array([form(prompt) for prompt in prompts])
         spread = forms.std(axis=0)
-        vocabulary = {term: i for i, (_, term) in enumerate(common)}
-        return cls(vocabulary, weights, forms.mean(axis=0), np.where(spread > 1e-9, spread, 1.0))
+        center, spread = forms.mean(axis=0), np.where(spread > 1e-9, spread, 1.0)
+        return cls([term for _, term in common], [term for _, term in opening], weights, center, spread)
+
+    @property
+    def plain_columns(self) -> int:
+        """How many columns come before the interplay."""
+        return len(self.vocabulary) + len(FORM)
 
     @property
     def names(self) -> list[str]:
-        """What each column is: the terms, then the names in ``FORM``."""
-        return [*self.vocabulary, *FORM]
+        """What each column is."""
+        opening = list(self.opening)
+        first = [f"opening: {term}" for term in opening]
+        interplay = [
+            f"{name} after: {term}" for name in _INTERPLAY_WITH for term in opening[:INTERPLAY_TERMS]
+        ]
+        return [*self.vocabulary, *FORM, *first, *interplay]
 
-    def rows(self, prompts: list[str]) -> np.ndarray:
-        """float32 (n, terms + forms): terms by weighted count, scaled to length 1 a prompt; forms standardised."""
+    def rows(self, prompts: list[str], interplay: bool = True) -> np.ndarray:
+        """float32 (n, columns), without the interplay if asked so: terms by weighted count, scaled to length 1 a
+        prompt; forms standardised."""
         import numpy as np
 
-        size = len(self.vocabulary)
-        out = np.zeros((len(prompts), size + len(FORM)), dtype=np.float32)
+        size, plain = len(self.vocabulary), self.plain_columns
+        some = min(len(self.opening), INTERPLAY_TERMS)
+        columns = plain + (len(self.opening) + some * len(_INTERPLAY_WITH) if interplay else 0)
+        out = np.zeros((len(prompts), columns), dtype=np.float32)
+        forms = [FORM.index(name) for name in _INTERPLAY_WITH]
         for row, prompt in zip(out, prompts, strict=True):
             counts = Counter(i for term in terms(prompt) if (i := self.vocabulary.get(term)) is not None)
             if counts:
                 at = np.fromiter(counts, dtype=np.int64)
                 values = (1.0 + np.log(np.fromiter(counts.values(), dtype=np.float64))) * self.weights[at]
                 row[at] = values / np.linalg.norm(values)
-            row[size:] = (np.array(form(prompt)) - self.center) / self.spread / math.sqrt(len(FORM))
+            row[size:plain] = (np.array(form(prompt)) - self.center) / self.spread / math.sqrt(len(FORM))
+            if interplay:
+                there = {i for term in opening_terms(prompt) if (i := self.opening.get(term)) is not None}
+                at = np.array(sorted(there), dtype=np.int64)
+                row[plain + at] = _PRESENCE
+                start, few = plain + len(self.opening), at[at < some]
+                for j, name in enumerate(forms):
+                    row[start + j * some + few] = _INTERPLAY * row[size + name]
         return out
 
     def write(self, folder: Path) -> None:
         """Write the vocabulary as JSON and its weights as .npz into ``folder``."""
-        write_whole(folder / "vocabulary.json", json.dumps(list(self.vocabulary)))
+        words = {"vocabulary": list(self.vocabulary), "opening": list(self.opening)}
+        write_whole(folder / "vocabulary.json", json.dumps(words))
         arrays = {"weights": self.weights, "center": self.center, "spread": self.spread}
         artifact.save_arrays(folder / "wording.npz", **arrays)
 
     @classmethod
     def read(cls, folder: Path) -> Wording:
         """What ``write`` wrote."""
-        terms = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
-        return cls({term: i for i, term in enumerate(terms)}, **artifact.load_arrays(folder / "wording.npz"))
+        words = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        return cls(**words, **artifact.load_arrays(folder / "wording.npz"))
+
+
+def _common(found, size: int, minimum: int) -> list[tuple[int, str]]:
+    """The ``size`` terms that are in the most of the texts, at least ``minimum``, with how many these are."""
+    counts = Counter()
+    for some in found:
+        counts.update(set(some))
+    return sorted(((n, term) for term, n in counts.items() if n >= minimum), key=lambda x: (-x[0], x[1]))[
+        :size
+    ]
