@@ -1,6 +1,7 @@
 """The tagging service over HTTP, its client, and what goes wrong between them."""
 
 import asyncio
+import gc
 import http.client
 import json
 import socket
@@ -163,6 +164,16 @@ def test_a_model_out_of_time_is_replaced_by_the_constant_and_said_to_be_late():
         gate.set()
         assert waited_for(lambda: ask(url, {"prompt": "a"})[1]["late"] is False)
         assert samples(url)['astrolabe_tag_requests_total{outcome="late"}'] >= 1
+
+
+def test_late_answers_leave_no_complaint_of_asyncio(caplog):
+    gate = threading.Event()
+    with served(CountsLetters(gate=gate), timeout_s=0.05) as url:
+        assert all(ask(url, {"prompts": ["a", "b"]})[1]["late"] for _ in range(3))
+        gate.set()
+        gc.collect()
+    gc.collect()
+    assert not [record for record in caplog.records if "never retrieved" in record.getMessage()]
 
 
 def test_a_full_queue_is_503_with_the_time_to_come_back():

@@ -122,6 +122,7 @@ def create_app(estimator, *, fallback: int, model_hash: str = "", limits: Limits
             status, code = (503, "overloaded") if isinstance(error, Overloaded) else (400, "unknown_model")
             raise _Refusal(status, code, str(error)) from None
         answers = asyncio.gather(*map(asyncio.wrap_future, waiting))
+        answers.add_done_callback(lambda done: done.cancelled() or done.exception())  # asyncio wants it looked at
         gone = asyncio.ensure_future(_hung_up(request))
         try:
             await asyncio.wait((answers, gone), timeout=limits.timeout_s, return_when=asyncio.FIRST_COMPLETED)
