@@ -87,7 +87,7 @@ vllm: .venv/.vllm
 	@touch $@
 
 lint: .venv/.installed
-	@$(BIN)/ruff check .
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check --quiet .
 	@$(STRIP) --verify notebooks/*.ipynb || { echo "error: notebooks hold outputs: make strip" >&2; exit 1; }
 
 strip: .venv/.installed

@@ -12,9 +12,14 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _MODULES = (
-    "arrivals capacity cost errors families fit generators length measure oracle plots policies predictor published "
-    "recorded report request rng run servegen sharegpt_like sim sweep trace"
+    "arrivals capacity cost errors fit generators length measure oracle plots policies predictor published "
+    "recorded report request rng run sim sweep trace"
 ).split()
+_INNER = {
+    "families": "generators.families",
+    "servegen": "generators.servegen",
+    "sharegpt_like": "generators.sharegpt_like",
+}
 _HOME = {
     "ControlPlane": "sim.cluster",
     "EngineConfig": "sim.engine",
@@ -29,12 +34,14 @@ _HOME = {
     "stream": "rng",
     "summarise": "measure",
 }
-__all__ = sorted({*_MODULES, *_HOME})
+__all__ = sorted({*_MODULES, *_INNER, *_HOME})
 
 
 def __getattr__(name):
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
+    if name in _INNER:
+        return import_module(f"{__name__}.{_INNER[name]}")
     if name in _HOME:
         value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
         return value

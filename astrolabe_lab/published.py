@@ -48,7 +48,7 @@ class Runs:
 
     def capacity(self, policy: str) -> dict[int, float]:
         """The rate at which each seed's P99 TTFT first crosses the limit; seeds that never cross are left out."""
-        from . import measure
+        from astrolabe_lab import measure
 
         column = "ttft_p99_all_s" if "ttft_p99_all_s" in self.summary else "ttft_p99_s"
         found = {}
@@ -133,7 +133,7 @@ def measured(summary: pd.DataFrame) -> pd.DataFrame:
     """The numbers behind `compare`: `what, paper, within, unit, here, low, high, seeds, agrees, why_not`."""
     import pandas as pd
 
-    from . import measure
+    from astrolabe_lab import measure
 
     measure.require_columns(summary, ("policy", "qps", "seed", "ttft_p99_s", "preemptions"))
     rows = []

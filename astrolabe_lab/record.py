@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import InputError
+from astrolabe_lab.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -17,7 +17,8 @@ def comparison(seed: int = SEED, requests: int = REQUESTS):
     """(trace, configurations by name) under which engine and vLLM are compared: ``requests`` requests of up to 1,024
     tokens at 4 a second, on an engine whose 89 blocks are too few for its 16 seats, so that it often preempts. Three
     of four prompts begin with an instruction (of 32, 64 or 96 tokens), as far as they reach."""
-    from astrolabe_lab import arrivals, sharegpt_like
+    from astrolabe_lab import arrivals
+    from astrolabe_lab.generators import sharegpt_like
     from astrolabe_lab.sim.config import EngineConfig
 
     drawn = sharegpt_like.generate(4 * requests, seed=seed, text=False)

@@ -11,8 +11,8 @@ from functools import cached_property
 from html.parser import HTMLParser
 from pathlib import Path
 
-from .errors import InputError
-from .record import write_whole
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.record import write_whole
 
 PLOTLY = "application/vnd.plotly.v1+json"
 # The browser itself refuses the network to the page, whatever a notebook holds.

@@ -33,7 +33,7 @@ def rerun(results: pd.DataFrame, policy_seed: int | None = None, seed: int | Non
     from astrolabe_lab.cost import StepCost
     from astrolabe_lab.sim.cluster import ControlPlane, LatencyNoise, simulate
     from astrolabe_lab.sim.config import EngineConfig
-    from astrolabe_lab.trace_columns import COLUMNS
+    from astrolabe_lab.trace.columns import COLUMNS
 
     about = results.attrs.get("astrolabe", {})
     if not can_rerun(results, seed is not None):

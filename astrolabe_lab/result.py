@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.trace_columns import COLUMNS as TRACE_COLUMNS
+from astrolabe_lab.trace.columns import COLUMNS as TRACE_COLUMNS
 
 if TYPE_CHECKING:
     import pandas as pd

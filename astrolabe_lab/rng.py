@@ -30,8 +30,6 @@ def stream(seed: int, name: str) -> np.random.Generator:
     if not 0 <= checked < 2**63 or isinstance(seed, bool):
         raise InputError(f"seed={seed!r} is not usable: a seed is an integer >= 0, below 2**63, for example seed=0")
     if not isinstance(name, str) or not name:
-        raise InputError(
-            f"stream name {name!r} is not usable: give a non-empty string, for example 'arrivals'"
-        )
+        raise InputError(f"stream name {name!r} is not usable: give a non-empty string, for example 'arrivals'")
     # crc32, not hash(): Python salts string hashes per process.
     return np.random.Generator(np.random.PCG64(np.random.SeedSequence([checked, zlib.crc32(name.encode())])))

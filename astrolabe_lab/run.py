@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from . import record
-from .errors import InputError
-from .parameters import matched, notebook_parameters
+from astrolabe_lab import record
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.parameters import matched, notebook_parameters
 
 MOST_S = 10**9  # thirty years
 WORK = ".running."  # and the process id: the folder a run works in
@@ -100,9 +100,7 @@ def _kernel_environment(work: Path, out_dir: Path) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _execute(
-    path: Path, executed: Path, if_failed: Path, values: dict[str, object], cell_timeout_s: float
-) -> None:
+def _execute(path: Path, executed: Path, if_failed: Path, values: dict[str, object], cell_timeout_s: float) -> None:
     import papermill
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
     from papermill.engines import NBClientEngine, papermill_engines

@@ -60,9 +60,7 @@ def _length(encoded, name: str) -> int:
     try:
         return len(ids)
     except TypeError:
-        raise InputError(
-            f"tokenizer {name!r} gave {encoded!r}: it must give a count or a sequence of tokens"
-        ) from None
+        raise InputError(f"tokenizer {name!r} gave {encoded!r}: it must give a count or a sequence of tokens") from None
 
 
 def _from_folder(path: Path):
@@ -75,8 +73,7 @@ def _from_folder(path: Path):
         from tokenizers import Tokenizer
     except ImportError:
         raise InputError(
-            f"tokenizer={str(path)!r} needs the package 'tokenizers': pip install tokenizers, or leave "
-            f"tokenizer out"
+            f"tokenizer={str(path)!r} needs the package 'tokenizers': pip install tokenizers, or leave tokenizer out"
         ) from None
     try:
         return Tokenizer.from_file(str(file)).encode

@@ -2,7 +2,7 @@
 
 from functools import cache
 
-from .errors import InputError
+from astrolabe_lab.errors import InputError
 
 
 def own_token(rid):

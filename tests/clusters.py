@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from astrolabe_lab import arrivals, length, policies, sharegpt_like
+from astrolabe_lab import arrivals, length, policies
 from astrolabe_lab.cost import StepCost
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.sim.cluster import ControlPlane, simulate
 from astrolabe_lab.sim.config import EngineConfig
 

@@ -25,9 +25,10 @@ from pathlib import Path
 import numba
 import numpy as np
 
-from astrolabe_lab import foresight, length, predictor, sharegpt_like, trace
+from astrolabe_lab import foresight, length, predictor, trace
 from astrolabe_lab.arrivals import with_arrivals
 from astrolabe_lab.cost import preset
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.request import Request
 from astrolabe_lab.sim import kernel
 from astrolabe_lab.sim.cluster import simulate

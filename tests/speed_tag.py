@@ -22,7 +22,8 @@ from pathlib import Path
 import numpy as np
 from speed import Row, machine, show
 
-from astrolabe_lab import length, sharegpt_like
+from astrolabe_lab import length
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length.remote import RemoteTagger
 from astrolabe_lab.rng import stream
 from astrolabe_lab.tokens import count_tokens

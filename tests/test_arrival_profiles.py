@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from astrolabe_lab import arrivals
-from astrolabe_lab.arrival_profiles import Bursts, Diurnal, Ramp
 from astrolabe_lab.arrivals import parse, unit_arrivals, with_arrivals
+from astrolabe_lab.arrivals.profiles import Bursts, Diurnal, Ramp
 from astrolabe_lab.errors import InputError
 
 SPECS = ("bursts", "bursts:durations=random", "ramp", "ramp:start=1.5", "diurnal:period_s=600,amplitude=0.9")

@@ -64,7 +64,7 @@ def test_wrong_use_exits_2_and_says_what_to_do(grid, tmp_path, capsys, words, me
 
 
 def test_the_grid_in_its_help_is_one_that_runs(tmp_path, capsys):
-    from astrolabe_lab.cli_sweep import EXAMPLE_GRID
+    from astrolabe_lab.cli.sweep import EXAMPLE_GRID
     from astrolabe_lab.sweep import Grid
 
     (tmp_path / "grid.yaml").write_text(EXAMPLE_GRID)

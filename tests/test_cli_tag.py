@@ -14,9 +14,10 @@ from contextlib import contextmanager
 import pytest
 from taggers import CountsLetters, served
 
-from astrolabe_lab import length, sharegpt_like
+from astrolabe_lab import length
 from astrolabe_lab.cli import main
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length.remote import RemoteTagger
 from astrolabe_lab.serve.lengths import lengths_of
 from astrolabe_lab.serve.openai_api import Asked

@@ -7,7 +7,8 @@ import pytest
 from test_servegen import CLIENTS, dataset, trace_csv
 from traces import HEADER
 
-from astrolabe_lab import arrivals, cli, families, length, trace
+from astrolabe_lab import arrivals, cli, length, trace
+from astrolabe_lab.generators import families
 
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
 

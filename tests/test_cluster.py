@@ -189,6 +189,7 @@ def test_beliefs_of_the_predictors_steer_astrolabe_and_nobody_else():
 
 # --- randomness ----------------------------------------------------------------------------------------------------
 
+
 @pytest.mark.parametrize(
     "settings", [{}, {"control": DELAYED, "latency_noise": LatencyNoise(0.2, 0.2)}], ids=["ideal", "delayed"]
 )

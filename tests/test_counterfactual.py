@@ -2,8 +2,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import arrivals, length, policies, sharegpt_like
+from astrolabe_lab import arrivals, length, policies
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.measure import rank_one, replay_decisions
 from astrolabe_lab.sim.cluster import ControlPlane, Outage, simulate
 

@@ -9,8 +9,8 @@ from functools import partial
 import psutil
 import pytest
 
-from astrolabe_lab import crew
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.sweep import crew
 
 
 def work(item):

@@ -71,9 +71,7 @@ class Replay:
             self.preempted[victim] += 1
         old = [(r, tokens) for r, tokens in batch if r in queue]
         new = [(r, tokens) for r, tokens in batch if r not in queue]
-        self.claim(
-            "running requests are served before new ones", [r for r, _ in batch] == [r for r, _ in old + new]
-        )
+        self.claim("running requests are served before new ones", [r for r, _ in batch] == [r for r, _ in old + new])
         served = [r for r, _ in old]
         self.claim("running requests are served in their order", served == [r for r in queue if r in served])
         self.claim("each request is in a step once", len({r for r, _ in batch}) == len(batch))
@@ -84,9 +82,7 @@ class Replay:
         attention = 0.0
         for r, tokens in old:
             left = self.tokens_held(r) - self.computed[r]
-            self.claim(
-                "a running request gets what it lacks, as far as the budget goes", tokens == min(left, budget)
-            )
+            self.claim("a running request gets what it lacks, as far as the budget goes", tokens == min(left, budget))
             budget -= tokens
             decode = left == 1 and self.computed[r] >= self.prompt[r]
             context += self.computed[r]
@@ -100,9 +96,7 @@ class Replay:
             self.claim("a step prefills or decodes", not (old and new))
         if decodes_only or not prefill_first:
             passed_over = [r for r in queue if r not in served]
-            self.claim(
-                "no running request is passed over while budget is left", not passed_over or budget == 0
-            )
+            self.claim("no running request is passed over while budget is left", not passed_over or budget == 0)
         self.claim("no admission in a V1 step that preempted", not (v1 and victims and new))
         for r, tokens in new:
             self.claim("first come, first served", self.waiting[0] == r)
@@ -113,9 +107,7 @@ class Replay:
             budget -= tokens
             watermark = 0 if v1 and not queue else config.watermark_blocks
             whole = blocks_of(self.tokens_held(r), config)
-            self.claim(
-                "admission leaves room for the whole prompt and the watermark", self.free - whole >= watermark
-            )
+            self.claim("admission leaves room for the whole prompt and the watermark", self.free - whole >= watermark)
             self.computed[r] = tokens
             self.hold(r, tokens if v1 else self.tokens_held(r))
             queue.append(r)
@@ -167,9 +159,7 @@ class Replay:
     def at_the_end(self):
         self.step = "end"
         n = len(self.prompt)
-        self.claim(
-            "every block is given back", self.free == self.config.usable_blocks and not any(self.blocks)
-        )
+        self.claim("every block is given back", self.free == self.config.usable_blocks and not any(self.blocks))
         self.claim("every request finishes once", self.ends == Counter(range(n)))
         self.claim("every request generates its output", self.generated == self.output)
         self.claim("nobody is left", not self.running and not self.waiting and not self.due)
@@ -177,9 +167,7 @@ class Replay:
         self.claim("results: the first token's time", results["first_token_s"].tolist() == self.first_s)
         self.claim("results: the end's time", results["finished_s"].tolist() == self.finished_s)
         self.claim("results: generated tokens", results["generated_tokens"].tolist() == self.output)
-        self.claim(
-            "results: preemptions", results["preemptions"].tolist() == [self.preempted[r] for r in range(n)]
-        )
+        self.claim("results: preemptions", results["preemptions"].tolist() == [self.preempted[r] for r in range(n)])
         self.claim("results: all ok", (results["status"] == "ok").all())
 
 
@@ -208,9 +196,7 @@ def test_an_asynchronous_engine_finishes_everything_within_its_limits(kind):
         assert log.groupby("step")["tokens"].sum().max() <= config.max_num_batched_tokens
         assert steps["running"].max() <= config.max_num_seqs
         assert steps["free_blocks"].between(0, config.usable_blocks).all()
-        assert (
-            steps["start_s"].to_numpy()[1:] >= steps["end_s"].to_numpy()[:-1]
-        ).all()  # one batch computes at a time
+        assert (steps["start_s"].to_numpy()[1:] >= steps["end_s"].to_numpy()[:-1]).all()  # one batch computes at a time
         assert (results["first_token_s"] > trace["arrived_s"]).all()
         engine = Engine(trace, config, cost).serve().state
         assert engine.engines["free_blocks"][0] == config.usable_blocks
@@ -252,9 +238,7 @@ def test_a_request_exactly_at_a_limit_runs_and_one_beyond_is_rejected(kind):
 
 @pytest.mark.parametrize("scheduler", ["v0_chunked", "v0_prefill_first"])
 @pytest.mark.parametrize("watermark", [0.0, 0.1])
-def test_the_largest_request_of_a_v0_engine_ends_though_its_decodes_ask_for_a_spare_block(
-    scheduler, watermark
-):
+def test_the_largest_request_of_a_v0_engine_ends_though_its_decodes_ask_for_a_spare_block(scheduler, watermark):
     for chunk in (4, 12, 13) if scheduler == "v0_chunked" else (64,):
         memory = {"block_size": 4, "num_gpu_blocks": 10, "watermark": watermark}
         config = EngineConfig(4, chunk, max_model_len=64, scheduler=scheduler, **memory)
@@ -269,9 +253,7 @@ def test_the_largest_request_of_a_v0_engine_ends_though_its_decodes_ask_for_a_sp
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_token_in_and_one_token_out_take_one_step(kind):
-    config = EngineConfig(
-        max_num_seqs=1, block_size=1, num_gpu_blocks=3, max_model_len=8, **flags_of(kind, 8)
-    )
+    config = EngineConfig(max_num_seqs=1, block_size=1, num_gpu_blocks=3, max_model_len=8, **flags_of(kind, 8))
     results, log = run_one(frame(np.zeros(5), 1, 1), config, CONSTANT)
     assert results["finished_s"].tolist() == [1, 2, 3, 4, 5]
     assert results["tpot_s"].isna().all()
@@ -281,9 +263,7 @@ def test_one_token_in_and_one_token_out_take_one_step(kind):
 def test_a_prompt_longer_than_the_chunk_is_computed_in_chunks():
     config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=10)
     results, log = run_one(frame([0.0, 0.0], [25, 3], [3, 2]), config, CONSTANT)
-    steps = log.groupby("step")[["rid", "tokens"]].apply(
-        lambda rows: list(map(tuple, rows.to_numpy().tolist()))
-    )
+    steps = log.groupby("step")[["rid", "tokens"]].apply(lambda rows: list(map(tuple, rows.to_numpy().tolist())))
     assert steps.tolist() == [[(0, 10)], [(0, 10)], [(0, 5), (1, 3)], [(0, 1), (1, 1)], [(0, 1)]]
     assert results["first_token_s"].tolist() == [3, 3]
     assert results["finished_s"].tolist() == [5, 4]
@@ -304,9 +284,7 @@ def test_simultaneous_arrivals_are_served_in_the_order_of_the_trace():
 @pytest.mark.parametrize("leaps", [False, True])
 def test_a_pause_of_years_is_skipped(leaps):
     year_s = 3.2e7
-    results, _ = run_one(
-        frame([0.0, year_s, 9 * year_s], 10, 100), EngineConfig(), CONSTANT, log=False, leaps=leaps
-    )
+    results, _ = run_one(frame([0.0, year_s, 9 * year_s], 10, 100), EngineConfig(), CONSTANT, log=False, leaps=leaps)
     assert results["e2e_s"].tolist() == [100, 100, 100]
 
 

@@ -55,9 +55,7 @@ def test_parse_sets_each_key_to_its_type():
 
 def test_what_parse_leaves_out_stays_as_in_the_base():
     base = EngineConfig(max_num_seqs=7, watermark=0.03)
-    assert EngineConfig.parse("block_size=8", base) == EngineConfig(
-        max_num_seqs=7, watermark=0.03, block_size=8
-    )
+    assert EngineConfig.parse("block_size=8", base) == EngineConfig(max_num_seqs=7, watermark=0.03, block_size=8)
     assert EngineConfig.parse("", base) == base
 
 
@@ -152,9 +150,12 @@ def test_values_of_another_type_are_refused(flags):
 
 
 def test_the_watermark_counts_whole_blocks_of_all_blocks():
-    assert [
-        EngineConfig(watermark=0.01, num_gpu_blocks=n).watermark_blocks for n in (99, 100, 199, 1056)
-    ] == [0, 1, 1, 10]
+    assert [EngineConfig(watermark=0.01, num_gpu_blocks=n).watermark_blocks for n in (99, 100, 199, 1056)] == [
+        0,
+        1,
+        1,
+        10,
+    ]
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)

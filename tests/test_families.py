@@ -9,11 +9,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import families, trace
+from astrolabe_lab import trace
 from astrolabe_lab.arrivals import parse
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.families import NOISE_SIGMA, generate
-from astrolabe_lab.families_wording import write
+from astrolabe_lab.generators import families
+from astrolabe_lab.generators.families import NOISE_SIGMA, generate
+from astrolabe_lab.generators.families_wording import write
 from astrolabe_lab.rng import stream
 from astrolabe_lab.tokens import count_tokens
 

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from astrolabe_lab import length, sharegpt_like
+from astrolabe_lab import length
 from astrolabe_lab.cli import main
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length.feedback import fare, held_out, retrain, rows_of
 from astrolabe_lab.length.observed import read_observed
 from astrolabe_lab.length.recalibrated import MonotoneMap, Recalibrated, compare, recalibrate

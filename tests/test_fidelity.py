@@ -13,15 +13,15 @@ pd = pytest.importorskip("pandas")
 
 
 def loaded(timings, run):
-    from astrolabe_lab.layers import LayerTimings
-    from astrolabe_lab.measured_run import MeasuredRun
+    from astrolabe_lab.fidelity.layers import LayerTimings
+    from astrolabe_lab.fidelity.measured_run import MeasuredRun
 
     return LayerTimings.load(timings), MeasuredRun.load(run)
 
 
 @pytest.fixture(scope="module")
 def gpu():
-    from astrolabe_lab.made_up_gpu import MadeUpGpu
+    from astrolabe_lab.fidelity.made_up_gpu import MadeUpGpu
 
     return MadeUpGpu()
 
@@ -90,7 +90,7 @@ def test_iterations_of_layers_go_into_the_linear_fit(exact, gpu):
 
 
 def test_batches_of_unequal_contexts_take_longer_by_the_stated_share(exact):
-    from astrolabe_lab.layers import Spread
+    from astrolabe_lab.fidelity.layers import Spread
 
     timings = loaded(*exact)[0]
     equal = Spread.of([500] * 4, [1] * 4, share=0.1)
@@ -114,8 +114,8 @@ def test_the_default_graph_sizes_are_vllms():
 
 
 def test_kv_capacity_is_what_the_run_recorded_or_derived_from_memory_or_given(copies):
+    from astrolabe_lab.cost.shapes import DEVICES, MODELS, RESERVE_BYTES
     from astrolabe_lab.fidelity import engine_of
-    from astrolabe_lab.shapes import DEVICES, MODELS, RESERVE_BYTES
 
     shape = MODELS["meta-llama/Llama-3.1-8B"]
     run = loaded(*copies)[1]
@@ -135,8 +135,8 @@ def test_kv_capacity_is_what_the_run_recorded_or_derived_from_memory_or_given(co
 def test_asynchronous_scheduling_is_vllms_default_of_the_runs_version(copies):
     from dataclasses import replace
 
+    from astrolabe_lab.cost.shapes import MODELS
     from astrolabe_lab.fidelity import engine_of
-    from astrolabe_lab.shapes import MODELS
 
     run, shape = loaded(*copies)[1], MODELS["meta-llama/Llama-3.1-8B"]
     del run.flags["async_scheduling"]
@@ -218,8 +218,8 @@ def test_requests_that_the_engine_cannot_run_are_said_not_dropped(copies):
 
 
 def test_an_unknown_model_is_refused_unless_its_shape_is_given(copies):
+    from astrolabe_lab.cost.shapes import MODELS, Model
     from astrolabe_lab.fidelity import compare
-    from astrolabe_lab.shapes import MODELS, Model
 
     meta = json.loads((copies[1] / "meta.json").read_text())
     meta["engine_kwargs"]["model"] = meta["model"] = "some/other-8B"
@@ -334,8 +334,6 @@ def test_the_preset_of_that_gpu_replays_the_run_nearly_as_well_as_the_timings(me
 
     chosen, run = preset("llama3.1-8b-rtxpro6000"), loaded(*measured)[1]
     replayed, _ = run_one(run.requests, EngineConfig.from_dict(chosen.engine), chosen.cost, log=False)
-    requests = run.requests.assign(
-        sim_ttft_s=replayed.ttft_s, sim_tpot_s=replayed.tpot_s, sim_latency_s=replayed.e2e_s
-    )
+    requests = run.requests.assign(sim_ttft_s=replayed.ttft_s, sim_tpot_s=replayed.tpot_s, sim_latency_s=replayed.e2e_s)
     mean = error_table(requests).set_index(["metric", "statistic"]).error_pct.xs("mean", level="statistic")
     assert abs(mean["tpot"]) < 8 and abs(mean["latency"]) < 10

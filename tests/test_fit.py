@@ -10,9 +10,7 @@ from astrolabe_lab.errors import InputError
 
 pd = pytest.importorskip("pandas")
 
-TRUTH = StepCost(
-    Regime(0.0, 2e-2, 6e-5, 0.0, 7e-7), Regime(0.0, 1.9e-2, 1.1e-4, 3e-5, 1e-6, attention_s=1e-8)
-)
+TRUTH = StepCost(Regime(0.0, 2e-2, 6e-5, 0.0, 7e-7), Regime(0.0, 1.9e-2, 1.1e-4, 3e-5, 1e-6, attention_s=1e-8))
 
 
 def iterations(n=1200, noise=0.0, seed=0, cost=TRUTH):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from astrolabe_lab.cost import KEYS, preset, presets
+from astrolabe_lab.cost.shapes import DEVICES, MODELS
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.shapes import DEVICES, MODELS
 
 pd = pytest.importorskip("pandas")
 

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from astrolabe_lab import arrivals, sharegpt_like
+from astrolabe_lab import arrivals
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.measure import inter_token_latencies, summarise, token_gaps
 from astrolabe_lab.sim.cluster import ControlPlane, simulate
 from astrolabe_lab.sim.engine import EngineConfig, run_one

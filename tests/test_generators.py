@@ -5,9 +5,10 @@ import pytest
 from test_servegen import CLIENTS, dataset, trace_csv
 from traces import HEADER
 
-from astrolabe_lab import families, generators, servegen, sharegpt_like
+from astrolabe_lab import generators
 from astrolabe_lab.arrivals import parse, with_arrivals
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import families, servegen, sharegpt_like
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from astrolabe_lab import cli, length, report, rng, trace, trace_files
+from astrolabe_lab import cli, length, report, rng, trace
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.parameters import parse_parameters
@@ -22,6 +22,7 @@ from astrolabe_lab.run import run_notebook
 from astrolabe_lab.sim.cluster import ControlPlane, Outage, simulate
 from astrolabe_lab.sim.engine import EngineConfig, run_one
 from astrolabe_lab.sweep import sweep
+from astrolabe_lab.trace import files as trace_files
 
 COST = StepCost.parse("base_s=0.01")
 HEADER = "prompt_tokens,output_tokens\n"

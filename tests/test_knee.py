@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from astrolabe_lab import capacity as search
-from astrolabe_lab import sharegpt_like
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.measure import Capacity, capacity, crossing, t_interval
 
 

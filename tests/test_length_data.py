@@ -7,8 +7,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import sharegpt_like
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length import copies, data
 from astrolabe_lab.length.sources import first_turns
 from astrolabe_lab.length.split import Split, by_prompt
@@ -250,7 +250,5 @@ def test_the_published_answers_are_read_whole(real):
 def test_a_published_file_is_read_by_the_names_of_its_columns(real):
     frame = data.load(real("lengths/raw/alpaca_eval/vicuna-13b.json.gz"))
     assert len(frame) == 805 and set(frame.model) == {"vicuna-13b"}
-    frame = data.load(
-        real("lengths/raw/gpteacher/roleplay-simple-deduped.json.gz"), columns={"prompt": "instruction"}
-    )
+    frame = data.load(real("lengths/raw/gpteacher/roleplay-simple-deduped.json.gz"), columns={"prompt": "instruction"})
     assert len(frame) > 1500

@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import cli, length, sharegpt_like
+from astrolabe_lab import cli, length
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length import data, metrics
 from astrolabe_lab.length.baselines import Constant
 from astrolabe_lab.length.evaluate import Evaluation, across_sources, evaluate, train

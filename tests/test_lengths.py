@@ -84,7 +84,7 @@ def test_predictions_of_a_trace_are_checked():
 
 def test_importing_it_loads_nothing_heavy():
     code = (
-        "import sys, astrolabe_lab.length, astrolabe_lab.arrivals, astrolabe_lab.sharegpt_like;"
+        "import sys, astrolabe_lab.length, astrolabe_lab.arrivals, astrolabe_lab.generators.sharegpt_like;"
         "print([m for m in ('pandas', 'numba', 'pyarrow', 'torch', 'vllm', 'plotly') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -28,11 +28,21 @@ SMALL = {
     },
     "04_fidelity": {"requests": 60, "qps": 12.0},
     "11_how_good_is_good_enough": {
-        "qps": [6.0, 9.0], "seeds": [0, 1], "requests": 80, "instances": 3, "mixed_qps": 6.0,
+        "qps": [6.0, 9.0],
+        "seeds": [0, 1],
+        "requests": 80,
+        "instances": 3,
+        "mixed_qps": 6.0,
     },
     "12_drift": {
-        "trained_on": 300, "before": 700, "after": 500, "judged_on": 100, "seeds": [0, 1], "instances": 3,
-        "rates": [2.5, 4.0], "window": 100,
+        "trained_on": 300,
+        "before": 700,
+        "after": 500,
+        "judged_on": 100,
+        "seeds": [0, 1],
+        "instances": 3,
+        "rates": [2.5, 4.0],
+        "window": 100,
     },
 }
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")

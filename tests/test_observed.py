@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from astrolabe_lab import sharegpt_like
 from astrolabe_lab.arrivals import with_arrivals
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length import attach
 from astrolabe_lab.length.observed import read_observed, write_journal
 from astrolabe_lab.serve.journal import Journal

@@ -4,8 +4,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import arrivals, families, plots_traces
+from astrolabe_lab import arrivals
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import families
+from astrolabe_lab.plots import traces as plots_traces
 
 
 @pytest.fixture(scope="module")

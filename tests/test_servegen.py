@@ -12,9 +12,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import servegen, trace
+from astrolabe_lab import trace
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.servegen_windows import weibull_shape
+from astrolabe_lab.generators import servegen
+from astrolabe_lab.generators.servegen_windows import weibull_shape
 
 INPUTS, OUTPUTS, RATIOS = {10: 0.25, 20: 0.5, 4000: 0.25}, {0: 0.1, 7: 0.6, 300: 0.3}, {0.0: 0.5, 0.5: 0.25, 1.0: 0.25}
 # Per client: (rate, cv, law, shape, scale) of each of four windows of 600 s; chunk-10 rests in the second.
@@ -394,7 +395,7 @@ def test_an_archive_cut_short_or_none_is_refused(folder, tmp_path):
 
 
 def test_an_archive_that_unpacks_without_end_is_refused(folder, tmp_path, monkeypatch):
-    from astrolabe_lab import servegen_files
+    from astrolabe_lab.generators import servegen_files
 
     monkeypatch.setattr(servegen_files, "MAX_UNPACKED", 100)
     with pytest.raises(InputError, match="unpacks to more than 100 bytes"):

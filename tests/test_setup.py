@@ -61,9 +61,7 @@ def test_every_data_file_of_the_package_is_declared():
     declared = PROJECT["tool"]["setuptools"]["package-data"]["astrolabe_lab"]
     package = ROOT / "astrolabe_lab"
     files = [
-        p.relative_to(package).as_posix()
-        for p in package.rglob("*")
-        if p.is_file() and "__pycache__" not in p.parts
+        p.relative_to(package).as_posix() for p in package.rglob("*") if p.is_file() and "__pycache__" not in p.parts
     ]
     data = [name for name in files if not name.endswith(".py")]
     assert data, "the presets are data files of the package"
@@ -121,9 +119,7 @@ def test_no_tracked_file_names_a_registry():
 
 def make(folder: Path, *words: str) -> subprocess.CompletedProcess:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
-    return subprocess.run(
-        ["make", "-C", folder, *words], capture_output=True, text=True, env=environment, timeout=60
-    )
+    return subprocess.run(["make", "-C", folder, *words], capture_output=True, text=True, env=environment, timeout=60)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 
 from astrolabe_lab import trace
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.sharegpt_like import MAX_TOTAL_TOKENS, SIGMA, features, generate, noise_floor
+from astrolabe_lab.generators.sharegpt_like import MAX_TOTAL_TOKENS, SIGMA, features, generate, noise_floor
 from astrolabe_lab.tokens import count_tokens
 
 # Published for the ShareGPT test set of the Astrolabe paper: mean, p50, p99.

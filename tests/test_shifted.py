@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from astrolabe_lab import sharegpt_like
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length.shifted import generate
 from astrolabe_lab.trace import check
 

@@ -53,9 +53,7 @@ def test_every_status_of_an_engine_passes_the_check_and_survives_json_exactly(ki
 
 
 def test_a_status_shows_nothing_of_the_step_in_flight_but_what_is_scheduled():
-    engine = Engine(
-        frame([0.0, 0.2, 0.4], [20, 6, 5], [3, 4, 9]), EngineConfig(2, 16), CONSTANT, predicted=[9, 9, 9]
-    )
+    engine = Engine(frame([0.0, 0.2, 0.4], [20, 6, 5], [3, 4, 9]), EngineConfig(2, 16), CONSTANT, predicted=[9, 9, 9])
     engine.deliver_until(np.inf)
     engine.advance(0.5)
     status = engine.status(0.5)
@@ -67,9 +65,7 @@ def test_a_status_shows_nothing_of_the_step_in_flight_but_what_is_scheduled():
         (2, 5, 0, 0, 0, 0, 9, 0),
     ]
     engine.advance(2.5)
-    status = engine.status(
-        2.5
-    )  # in flight since 2: a decode of the first and of the second, whose prompts are done
+    status = engine.status(2.5)  # in flight since 2: a decode of the first and of the second, whose prompts are done
     assert status.rows[names].tolist() == [
         (0, 20, 20, 1, 1, 1, 9, 2),
         (1, 6, 6, 1, 1, 1, 9, 1),
@@ -264,9 +260,7 @@ def mutate(raw, rng):
             row = rng.choice(rows)
             name = rng.choice(sorted(row))
             row[name] = (
-                rng.choice(STRANGE)
-                if kind == 6 or not isinstance(row[name], int)
-                else row[name] + rng.choice([-1, 1])
+                rng.choice(STRANGE) if kind == 6 or not isinstance(row[name], int) else row[name] + rng.choice([-1, 1])
             )
     return raw
 

@@ -4,11 +4,12 @@ import sys
 import pandas as pd
 import pytest
 
-from astrolabe_lab import arrivals, length, measure, sharegpt_like, trace
-from astrolabe_lab.crew import CrewError
+from astrolabe_lab import arrivals, length, measure, trace
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.sim.cluster import simulate
 from astrolabe_lab.sweep import rehearse, sweep
+from astrolabe_lab.sweep.crew import CrewError
 
 SMALL = {"requests": 60, "instances": 3, "progress": False}
 
@@ -133,7 +134,7 @@ def test_bad_arguments_are_refused_by_name(change, message):
 
 
 def test_bad_arguments_are_refused_before_anything_is_computed(monkeypatch):
-    monkeypatch.setattr("astrolabe_lab.crew.each", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr("astrolabe_lab.sweep.crew.each", lambda *_: pytest.fail("a run was started"))
     good = {"trace": "sharegpt_like", "policies": ["random"], "qps": [5], "seeds": [0], "workers": 2, **SMALL}
     for change in ({"qps": [5, -1]}, {"instances": 0}, {"lengths": "tea"}, {"arrivals": "trace"}):
         with pytest.raises(InputError):

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from astrolabe_lab import sweep
-from astrolabe_lab.crew import CrewError
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.sweep.crew import CrewError
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

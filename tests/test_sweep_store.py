@@ -13,9 +13,9 @@ import pandas as pd
 import pytest
 
 from astrolabe_lab import record, sweep
-from astrolabe_lab.crew import CrewError
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.sweep import identity, store
+from astrolabe_lab.sweep.crew import CrewError
 
 ROOT = Path(__file__).resolve().parent.parent
 BASE = {"trace": "sharegpt_like", "requests": 40, "instances": 2}
@@ -75,7 +75,7 @@ def test_the_kept_rows_are_those_of_a_sweep_that_keeps_nothing(out):
 
 def test_the_same_again_computes_nothing_and_gives_the_same_rows(out, monkeypatch):
     first = run(GRID, out)
-    monkeypatch.setattr("astrolabe_lab.crew.each", lambda *_, **__: pytest.fail("a run was made"))
+    monkeypatch.setattr("astrolabe_lab.sweep.crew.each", lambda *_, **__: pytest.fail("a run was made"))
     again = run(GRID, out)
     pd.testing.assert_frame_equal(first, again)  # wall_s too: it is the old one's
     assert record.read(out)["runs"]["made_before"] == 8

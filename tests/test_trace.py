@@ -8,8 +8,9 @@ import pandas as pd
 import pytest
 from traces import HEADER, full_frame, refusal
 
-from astrolabe_lab import arrivals, sharegpt_like, trace
+from astrolabe_lab import arrivals, trace
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 
 SAMPLE = Path(__file__).parents[1] / "data" / "sharegpt_like_200.csv"
 

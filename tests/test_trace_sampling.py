@@ -6,8 +6,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import sharegpt_like, trace
+from astrolabe_lab import trace
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.rng import stream
 
 

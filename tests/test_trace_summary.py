@@ -7,9 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import arrivals, families, trace
+from astrolabe_lab import arrivals, trace
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.trace_summary import text
+from astrolabe_lab.generators import families
+from astrolabe_lab.trace.summary import text
 
 
 def frame(**columns):

@@ -136,9 +136,7 @@ class V0Engine:
         context = sum(s.computed for s, _ in batch)
         chunks = [(s, tokens) for s, tokens in batch if not self.decodes(s)]
         attention = sum(tokens * s.computed + 0.5 * tokens**2 for s, tokens in chunks)
-        return self.cost.step_seconds(
-            sum(n for _, n in batch), len(batch), context, attention, mixed=bool(chunks)
-        )
+        return self.cost.step_seconds(sum(n for _, n in batch), len(batch), context, attention, mixed=bool(chunks))
 
     def emit(self, s, now_s):
         s.prefilling = False
@@ -154,10 +152,7 @@ class V0Engine:
 def steps_of(log):
     """The engine's log in the form of V0Engine.steps."""
     shown = log.attrs["steps"]
-    steps = [
-        (row.start_s, row.end_s, [], [], row.free_blocks, row.running, row.waiting)
-        for row in shown.itertuples()
-    ]
+    steps = [(row.start_s, row.end_s, [], [], row.free_blocks, row.running, row.waiting) for row in shown.itertuples()]
     for step, rid, tokens in log[["step", "rid", "tokens"]].to_numpy().tolist():
         steps[int(step)][2].append((int(rid), int(tokens)))
     for step, rid in log.attrs["preemptions"].to_numpy().tolist():
@@ -225,9 +220,7 @@ def test_v0_keeps_the_watermark_free_at_admission_even_of_an_empty_engine(schedu
     assert [step[2] for step in together] == [[(0, 20), (1, 10)]]
     apart = served(frame([0, 0], [20, 11], 1), max_num_seqs=8, **flags)
     assert [step[2] for step in apart] == [[(0, 20)], [(1, 11)]]
-    results, _ = run_one(
-        frame([0, 0], [30, 31], 1), EngineConfig(**flags, max_num_seqs=8, max_model_len=64), CONSTANT
-    )
+    results, _ = run_one(frame([0, 0], [30, 31], 1), EngineConfig(**flags, max_num_seqs=8, max_model_len=64), CONSTANT)
     assert results["status"].tolist() == ["ok", "rejected"]
 
 
@@ -287,9 +280,7 @@ def test_victims_of_one_step_rejoin_the_head_in_their_order():
     for _, _, batch, victims, *_ in steps:
         for rid, _ in batch:
             order = order if rid in order else [*order, rid]
-        assert victims == sorted(
-            victims, reverse=True
-        )  # the last running first: equal arrivals run in their order
+        assert victims == sorted(victims, reverse=True)  # the last running first: equal arrivals run in their order
     assert order == [0, 1, 2, 3, 4]
 
 

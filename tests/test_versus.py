@@ -7,8 +7,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import arrivals, cli, length, sharegpt_like, trace
+from astrolabe_lab import arrivals, cli, length, trace
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.measure import SLO, compare, interval, summarise
 from astrolabe_lab.rerun import can_rerun, rerun
 from astrolabe_lab.sim.cluster import simulate

@@ -4,8 +4,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from astrolabe_lab import sharegpt_like, sweep
+from astrolabe_lab import sweep
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length.worth import by_lengths, capacities, errors_of, gaps
 
 

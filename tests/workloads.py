@@ -162,9 +162,7 @@ class Engine:
             "n_running",
             "n_waiting",
         )
-        return {name: q[name].copy() for name in columns} | {
-            f"engine.{name}": int(e[name]) for name in counters
-        }
+        return {name: q[name].copy() for name in columns} | {f"engine.{name}": int(e[name]) for name in counters}
 
 
 def differences(one, other):

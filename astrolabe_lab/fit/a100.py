@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from astrolabe_lab.cost import Preset
+from astrolabe_lab.cost.shapes import DEVICES, MODELS, kv_blocks
 from astrolabe_lab.fit.a30 import BATCH, CHUNK, DATE, HEAD_NOTE, LINEAR_NOTE, PAPER_ENGINE, replace_blocks
 from astrolabe_lab.fit.kernels import (
     fit_all_reduce,
@@ -11,7 +12,6 @@ from astrolabe_lab.fit.kernels import (
     fit_prefill_attention,
 )
 from astrolabe_lab.fit.parts import DECODE_KNEES, KNEES, Parts, share_of_peak, step_cost
-from astrolabe_lab.shapes import DEVICES, MODELS, kv_blocks
 
 VIDUR = "microsoft/vidur 7d47513 (MIT): "
 SAMPLES = "its attention, samples as vendored in sw5sh/cs378-assignment3 7ac2fe9. "
@@ -61,8 +61,10 @@ def a40_attention(timings):
     p = timings.samples("a40", "attn_prefill")
     p = p[p.prefill_chunk_size <= CHUNK]
     seconds = p.median_ms / 1e3
-    return decoding, per_kv, fit_prefill_attention(
-        p.prefill_chunk_size, p.kv_cache_size, seconds, model.pair_flops, per_kv
+    return (
+        decoding,
+        per_kv,
+        fit_prefill_attention(p.prefill_chunk_size, p.kv_cache_size, seconds, model.pair_flops, per_kv),
     )
 
 
@@ -86,8 +88,9 @@ def llama2_70b_a100(timings):
         slowness * model.kv_bytes / 2 / peak,
     )  # fmt: skip
     reduce = fit_all_reduce(timings.all_reduce(), degree, model.hidden, 2048)
-    parts = Parts(decode, mixed, decoding, slowness * model.kv_bytes / degree / device.bytes_s, prefill, 0.0,
-                  BATCH * 4032, reduce)
+    parts = Parts(
+        decode, mixed, decoding, slowness * model.kv_bytes / degree / device.bytes_s, prefill, 0.0, BATCH * 4032, reduce
+    )
     share = share_of_peak(model, device, decode, degree)
     reduced = "two all-reduces a layer over NVLink, fitted"
     return Preset(

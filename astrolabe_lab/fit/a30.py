@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from astrolabe_lab.cost import Preset
+from astrolabe_lab.cost.shapes import DEVICES, MODELS
 from astrolabe_lab.fit.kernels import fit_decode_attention, fit_linear_parts, fit_prefill_attention
 from astrolabe_lab.fit.parts import KNEES, Parts, share_of_peak, step_cost
-from astrolabe_lab.shapes import DEVICES, MODELS
 
 DATE = "2026-11-29"
 A30, BATCH, CHUNK = DEVICES["A30"], 48, 512

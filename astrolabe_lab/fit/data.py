@@ -56,7 +56,7 @@ class Timings:
 
     def blackwell(self):
         """The LayerTimings of Llama-3.1-8B on an RTX PRO 6000."""
-        from astrolabe_lab.layers import LayerTimings
+        from astrolabe_lab.fidelity.layers import LayerTimings
 
         return LayerTimings.load(self.folder / "vidur/llmservingsim/RTXPRO6000_Llama-3.1-8B_bf16_tp1")
 

@@ -1,9 +1,9 @@
 """From measured iterations to a step cost, with everything one must know before trusting it.
 
-    fitted = fit(iterations)         # new_tokens, sequences, context_tokens, attention or chunks, seconds, mixed
-    fitted.cost                      # a StepCost
-    fitted.summary()                 # residuals, ranges and intervals by regime
-    fitted.outside(other_steps)      # what lies where nothing was measured
+fitted = fit(iterations)         # new_tokens, sequences, context_tokens, attention or chunks, seconds, mixed
+fitted.cost                      # a StepCost
+fitted.summary()                 # residuals, ranges and intervals by regime
+fitted.outside(other_steps)      # what lies where nothing was measured
 """
 
 from __future__ import annotations

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from astrolabe_lab.cost.shapes import FP16_BYTES
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.fit.regression import Fit, hats, relative_least_squares
-from astrolabe_lab.shapes import FP16_BYTES
 
 ONE_NODE = "devices_per_node"
 

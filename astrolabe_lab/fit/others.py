@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from astrolabe_lab.cost import Grid, Preset, StepCost
+from astrolabe_lab.cost.shapes import DEVICES, MODELS, kv_blocks
 from astrolabe_lab.fit.a30 import DATE, HEAD_NOTE
 from astrolabe_lab.fit.a100 import SAMPLES, VIDUR, a40_attention
 from astrolabe_lab.fit.iterations import fit
 from astrolabe_lab.fit.kernels import fit_linear_parts
 from astrolabe_lab.fit.parts import DECODE_KNEES, KNEES, Parts, rounded, share_of_peak, short, step_cost
 from astrolabe_lab.fit.regression import hats, relative_least_squares
-from astrolabe_lab.shapes import DEVICES, MODELS, kv_blocks
 
 KV_TOKENS = 60_000  # of each engine of Calibrate-then-Route (section IV)
 LONGEST = 4096
@@ -44,8 +44,12 @@ def qwen25_3b_a40(timings):
         date=DATE,
         cost=step_cost(model, device, Parts(decode, mixed, decoding, per_kv, prefill, 0.0, context)),
         engine={
-            "max_num_seqs": 256, "max_num_batched_tokens": 2048, "block_size": 16, "num_gpu_blocks": blocks,
-            "max_model_len": model.max_model_len, "enable_chunked_prefill": True,
+            "max_num_seqs": 256,
+            "max_num_batched_tokens": 2048,
+            "block_size": 16,
+            "num_gpu_blocks": blocks,
+            "max_model_len": model.max_model_len,
+            "enable_chunked_prefill": True,
         },
         source=f"{VIDUR}A40 kernel timings of Llama-2-7B's linear parts; {SAMPLES}Engine keys: vLLM's defaults, and "
         f"{KV_TOKENS:,} tokens of KV cache as in Calibrate-then-Route.",
@@ -96,9 +100,13 @@ def llama31_8b_rtxpro6000(timings):
 
     model, device = MODELS["meta-llama/Llama-3.1-8B"], DEVICES["RTXPRO6000"]
     engine = {
-        "max_num_seqs": 128, "max_num_batched_tokens": 2048, "block_size": 16,
-        "num_gpu_blocks": kv_blocks(model, device), "max_model_len": model.max_model_len,
-        "enable_chunked_prefill": True, "async_scheduling": True,
+        "max_num_seqs": 128,
+        "max_num_batched_tokens": 2048,
+        "block_size": 16,
+        "num_gpu_blocks": kv_blocks(model, device),
+        "max_model_len": model.max_model_len,
+        "enable_chunked_prefill": True,
+        "async_scheduling": True,
     }
     config = EngineConfig.from_dict(engine)
     steps = timings.blackwell().iterations(model, config, LONGEST)
@@ -107,7 +115,8 @@ def llama31_8b_rtxpro6000(timings):
     rows = steps[steps.mixed]
     by_context = hats(rows.context_tokens, CONTEXT_KNOTS).T[1:]
     mixed = relative_least_squares(
-        [*hats(rows.new_tokens, TOKEN_KNOTS).T, *by_context, rows.sequences, rows.attention], rows.seconds,
+        [*hats(rows.new_tokens, TOKEN_KNOTS).T, *by_context, rows.sequences, rows.attention],
+        rows.seconds,
         non_negative=True,
     )
     k = len(TOKEN_KNOTS)

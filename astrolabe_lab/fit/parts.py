@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from astrolabe_lab.cost import Grid, Regime, StepCost
+from astrolabe_lab.cost.shapes import FP16_BYTES
 from astrolabe_lab.fit.kernels import LinearParts
 from astrolabe_lab.fit.regression import Fit
-from astrolabe_lab.shapes import FP16_BYTES
 
 # GEMM kernels take 64 or 128 rows at a time: the times of matrix products jump past these counts of tokens.
 DECODE_KNEES = (1, 64, 72, 128, 136, 256)

@@ -15,7 +15,7 @@ from astrolabe_lab.length.artifact import load
 from astrolabe_lab.length.kinds import KINDS, make
 from astrolabe_lab.rng import stream
 from astrolabe_lab.trace import check
-from astrolabe_lab.trace_columns import MAX_TOKENS
+from astrolabe_lab.trace.columns import MAX_TOKENS
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -80,9 +80,7 @@ def load(directory):
     for name, expected in manifest["files"].items():
         path = weights / name
         if not path.is_file():
-            raise InputError(
-                f"{directory}: the model is damaged: {path.name} is missing; copy or train it again"
-            )
+            raise InputError(f"{directory}: the model is damaged: {path.name} is missing; copy or train it again")
         if sha256(path) != expected:
             raise InputError(
                 f"{directory}: the model is damaged: {path.name} is not the file that was saved (its sha256 "
@@ -143,9 +141,7 @@ def read_manifest(directory) -> dict:
     if not wrong and any(Path(name).is_absolute() or ".." in Path(name).parts for name in names):
         wrong = ["files"]
     if wrong:
-        raise InputError(
-            f"{path} is damaged: its entry {wrong[0]!r} is missing or wrong; train the model again"
-        )
+        raise InputError(f"{path} is damaged: its entry {wrong[0]!r} is missing or wrong; train the model again")
     return manifest
 
 

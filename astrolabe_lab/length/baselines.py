@@ -141,9 +141,7 @@ def _keys(prompts, models, salt: str = "") -> np.ndarray:
 
     names = models or [""] * len(prompts)
     texts = (f"{salt}\0{name}\0{prompt}" for name, prompt in zip(names, prompts, strict=True))
-    digests = b"".join(
-        hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest() for text in texts
-    )
+    digests = b"".join(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest() for text in texts)
     return np.frombuffer(digests, dtype="<u8")
 
 
@@ -151,8 +149,5 @@ def _normals(keys) -> np.ndarray:
     """A standard normal draw that follows from each key: Box and Muller's, from its two halves."""
     import numpy as np
 
-    u, v = (
-        (half.astype(np.float64) + 0.5) / 2**32
-        for half in (keys >> np.uint64(32), keys & np.uint64(2**32 - 1))
-    )
+    u, v = ((half.astype(np.float64) + 0.5) / 2**32 for half in (keys >> np.uint64(32), keys & np.uint64(2**32 - 1)))
     return np.sqrt(-2.0 * np.log(u)) * np.cos(2.0 * np.pi * v)

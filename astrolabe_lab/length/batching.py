@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.length.prompts import clean
-from astrolabe_lab.trace_columns import MAX_TOKENS
+from astrolabe_lab.trace.columns import MAX_TOKENS
 
 QUANTILES = (0.5, 0.9)
 

@@ -101,9 +101,7 @@ async def collect(
     try:
         import aiohttp
     except ImportError:
-        raise InputError(
-            "collecting needs the package 'aiohttp': make length, or install the extra 'length'"
-        ) from None
+        raise InputError("collecting needs the package 'aiohttp': make length, or install the extra 'length'") from None
 
     out = Path(out)
     texts = {prompt_uid(prompt): prompt for prompt in prompts if prompt.strip()}
@@ -185,11 +183,7 @@ async def _ask(session, asking, model, prompt) -> dict:
                 text = await response.text(errors="replace")
                 if response.status == 200:
                     row = _row(text)
-                    return (
-                        row | {"latency_s": round(time.perf_counter() - began, 6)}
-                        if "error" not in row
-                        else row
-                    )
+                    return row | {"latency_s": round(time.perf_counter() - began, 6)} if "error" not in row else row
                 error = f"HTTP {response.status}: {_message(text)}"
                 if response.status in (401, 403, 404):
                     raise InputError(f"{asking.base}{path} refuses model {model!r}: {error}")
@@ -216,13 +210,9 @@ def _row(text: str) -> dict:
             "finish_reason": choice["finish_reason"],
         }
     except (ValueError, KeyError, TypeError, IndexError) as problem:
-        return {
-            "error": f"the answer lacks choices or usage ({type(problem).__name__}: {problem}): {text[:100]!r}"
-        }
+        return {"error": f"the answer lacks choices or usage ({type(problem).__name__}: {problem}): {text[:100]!r}"}
     if row["finish_reason"] not in ("stop", "length"):
-        return {
-            "error": f"finish_reason is {row['finish_reason']!r}: neither a natural end nor a cut by length"
-        }
+        return {"error": f"finish_reason is {row['finish_reason']!r}: neither a natural end nor a cut by length"}
     return row
 
 
@@ -244,16 +234,12 @@ async def _served_model(session, asking) -> str:
         async with session.get(f"{asking.base}/models") as response:
             text = await response.text(errors="replace")
             if response.status != 200:
-                raise InputError(
-                    f"{asking.base}/models: HTTP {response.status}: {_message(text)}; give --served-model"
-                )
+                raise InputError(f"{asking.base}/models: HTTP {response.status}: {_message(text)}; give --served-model")
             names = [entry["id"] for entry in json.loads(text)["data"]]
     except (aiohttp.ClientError, TimeoutError) as problem:
         raise InputError(f"nothing answers at {asking.base}: {problem}; is the server up?") from None
     except (ValueError, KeyError, TypeError):
-        raise InputError(
-            f"{asking.base}/models does not list models as OpenAI's API does; give the model"
-        ) from None
+        raise InputError(f"{asking.base}/models does not list models as OpenAI's API does; give the model") from None
     if len(names) != 1:
         raise InputError(f"{asking.base} serves {len(names)} models ({', '.join(names[:10])}): say which")
     return names[0]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.length import sources
 from astrolabe_lab.tokens import counter
-from astrolabe_lab.trace_columns import MAX_TOKENS, as_floats
+from astrolabe_lab.trace.columns import MAX_TOKENS, as_floats
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -80,9 +80,7 @@ def of_model(frame: pd.DataFrame, model: str) -> pd.DataFrame:
         names = sorted(frame["model"].unique())
         close = difflib.get_close_matches(model, names, n=1)
         meant = f". Did you mean {close[0]!r}?" if close else ""
-        raise InputError(
-            f"served model {model!r} has no answers here; there are {', '.join(map(repr, names))}{meant}"
-        )
+        raise InputError(f"served model {model!r} has no answers here; there are {', '.join(map(repr, names))}{meant}")
     return chosen
 
 
@@ -111,7 +109,7 @@ def from_trace(trace: pd.DataFrame, model: str = "", source: str = "trace") -> p
 
 def generated(n: int, seed: int = 0) -> pd.DataFrame:
     """Answers made here: those of ``sharegpt_like.generate(n, seed)``; ``attrs["noise_floor"]`` has the known floor."""
-    from astrolabe_lab import sharegpt_like
+    from astrolabe_lab.generators import sharegpt_like
 
     frame = from_trace(sharegpt_like.generate(n, seed=seed), source="sharegpt_like")
     known = sharegpt_like.noise_floor()

@@ -156,9 +156,7 @@ class Encoder(LinearEstimator):
         ids = self._text.ids(samples.prompts)
 
         def part(rows):
-            return finetune.Part(
-                [ids[i] for i in np.flatnonzero(rows)], z[rows], samples.censored[rows], model[rows]
-            )
+            return finetune.Part([ids[i] for i in np.flatnonzero(rows)], z[rows], samples.censored[rows], model[rows])
 
         schedule = finetune.Schedule(**{f.name: getattr(self, f.name) for f in fields(finetune.Schedule)})
         training = finetune.Training(
@@ -179,11 +177,7 @@ class Encoder(LinearEstimator):
         ]
 
     def _run_hash(self, samples) -> str:
-        options = {
-            k: v
-            for k, v in self.get_params().items()
-            if k not in ("checkpoint", "device", "checkpoint_every")
-        }
+        options = {k: v for k, v in self.get_params().items() if k not in ("checkpoint", "device", "checkpoint_every")}
         said = {"data": samples.sha256(), "order": _order_hash(samples), "options": options}
         said["encoder"] = self._text.fingerprint()
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
@@ -198,9 +192,7 @@ class Encoder(LinearEstimator):
         with torch.inference_mode():
             for rows in finetune._by_length(ids, 32):
                 states = self._text.pooled([ids[i] for i in rows])
-                out[rows] = (
-                    self._out(states, torch.as_tensor(model[rows], device=states.device)).cpu().numpy()
-                )
+                out[rows] = self._out(states, torch.as_tensor(model[rows], device=states.device)).cpu().numpy()
         return out
 
     def _quantiles(self, prompts, models, levels):
@@ -210,9 +202,7 @@ class Encoder(LinearEstimator):
         from scipy.stats import norm
 
         model = np.searchsorted(self.models_, models) if models else np.zeros(len(prompts), dtype=np.int64)
-        told = np.maximum.accumulate(
-            self._raw(self._text.ids(prompts), model) + np.array(self._shift), axis=1
-        )
+        told = np.maximum.accumulate(self._raw(self._text.ids(prompts), model) + np.array(self._shift), axis=1)
         # Between and beyond the levels, straight on a normal's scale.
         at, asked = norm.ppf(finetune.LEVELS), norm.ppf(levels)
         left = np.clip(np.searchsorted(at, asked) - 1, 0, len(at) - 2)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.length import survival
 from astrolabe_lab.length.samples import Samples, check_models, check_prompts, check_samples
-from astrolabe_lab.trace_columns import MAX_TOKENS
+from astrolabe_lab.trace.columns import MAX_TOKENS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,9 +55,7 @@ class Estimator:
         prompts = check_prompts(prompts)
         levels = np.atleast_1d(np.asarray(quantiles, dtype=np.float64))
         if levels.ndim != 1 or not ((levels > 0) & (levels < 1)).all():
-            raise InputError(
-                f"quantiles={quantiles!r} is not usable: give numbers between 0 and 1, e.g. (0.5, 0.9)"
-            )
+            raise InputError(f"quantiles={quantiles!r} is not usable: give numbers between 0 and 1, e.g. (0.5, 0.9)")
         names = self._check_known(check_models(models, len(prompts)), len(prompts))
         if not prompts:
             return np.empty((0, len(levels)))
@@ -82,9 +80,7 @@ class Estimator:
         allowed = self.get_params()
         for name, value in params.items():
             if name not in allowed:
-                raise InputError(
-                    f"{self.kind} has no option {name!r}; its options: {', '.join(allowed) or 'none'}"
-                )
+                raise InputError(f"{self.kind} has no option {name!r}; its options: {', '.join(allowed) or 'none'}")
             setattr(self, name, value)
         if hasattr(self, "__post_init__"):
             self.__post_init__()

@@ -179,9 +179,7 @@ def evaluate(
                 f"split {seed - first_seed + 1} of {splits} ({drawn.name}): MAE {row['mae']:.1f}, constant "
                 f"{row['constant_mae']:.1f} tokens"
             )
-    return Evaluation(
-        pd.DataFrame(rows), pd.concat(predicted, ignore_index=True), _floor(frame, judged)
-    )
+    return Evaluation(pd.DataFrame(rows), pd.concat(predicted, ignore_index=True), _floor(frame, judged))
 
 
 def _floor(frame, judged):
@@ -212,9 +210,7 @@ def _copies(learn, held):
     return learn["prompt_uid"].isin(found).to_numpy()
 
 
-def train(
-    frame: pd.DataFrame, model: Estimator, *, seed: int = 0, test: float = 0.2
-) -> tuple[Estimator, Split]:
+def train(frame: pd.DataFrame, model: Estimator, *, seed: int = 0, test: float = 0.2) -> tuple[Estimator, Split]:
     """(the model fitted to the training prompts of split ``seed``, that split); ``metrics`` of the model holds what it
     does on the split's other prompts, as ``Evaluation.summary`` has it. A frame of several serving models teaches it
     to tell them apart."""
@@ -230,9 +226,7 @@ def train(
     return model, drawn
 
 
-def across_sources(
-    frame: pd.DataFrame, model: str | Estimator, *, seed: int = 0, test: float = 0.2
-) -> pd.DataFrame:
+def across_sources(frame: pd.DataFrame, model: str | Estimator, *, seed: int = 0, test: float = 0.2) -> pd.DataFrame:
     """Out of distribution: learn from one source, judge on another; one row a pair, also of a source with itself.
 
     All pairs use one split of the prompts, so that a prompt in two sources cannot leak. Columns: ``train_source,

@@ -107,9 +107,7 @@ class Training:
         self.step, self.best, self.best_epoch, self.stale, self.history = 0, math.inf, 0, 0, []
         self.best_weights = {}
 
-    def run(
-        self, checkpoint: Path | None = None, progress: Callable[[str], None] | None = None
-    ) -> list[dict]:
+    def run(self, checkpoint: Path | None = None, progress: Callable[[str], None] | None = None) -> list[dict]:
         """Train, from the checkpoint if there is one of this very run; return the losses epoch by epoch."""
         torch, schedule = self.torch, self.schedule
         if checkpoint is not None and checkpoint.is_file():
@@ -162,15 +160,11 @@ class Training:
         self.history.append({"epoch": epoch + 1, "validation_loss": loss})
         if loss < self.best - 1e-6:
             self.best, self.best_epoch, self.stale = loss, epoch + 1, 0
-            self.best_weights = {
-                name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()
-            }
+            self.best_weights = {name: tensor.detach().clone() for name, tensor in self.module.state_dict().items()}
         else:
             self.stale += 1
         if progress:
-            progress(
-                f"epoch {epoch + 1} of {self.schedule.epochs}: validation loss {loss:.4f} (best {self.best:.4f})"
-            )
+            progress(f"epoch {epoch + 1} of {self.schedule.epochs}: validation loss {loss:.4f} (best {self.best:.4f})")
 
     def losses(self, part: Part) -> np.ndarray:
         """The quantile loss of each answer, without dropout, float64 (n,)."""
@@ -240,9 +234,7 @@ class Training:
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
             # Clones: tensors that share memory cannot be stored side by side.
-            save_file(
-                {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, partial, noted
-            )
+            save_file({name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}, partial, noted)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)

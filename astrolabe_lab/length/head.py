@@ -85,9 +85,7 @@ class Ridge:
 class Head:
     """The fitted distribution; ``quantiles`` reads it."""
 
-    def __init__(
-        self, slope, intercept, spread_slope, spread_intercept, spread_range, levels, errors, alpha, loss
-    ):
+    def __init__(self, slope, intercept, spread_slope, spread_intercept, spread_range, levels, errors, alpha, loss):
         self.slope, self.intercept = slope, intercept
         self.spread_slope, self.spread_intercept, self.spread_range = (
             spread_slope,

@@ -32,11 +32,7 @@ class Landmarks:
         import numpy as np
 
         n = len(vectors)
-        drawn = (
-            np.arange(n)
-            if n <= at_most
-            else np.sort(stream(seed, "length landmarks").permutation(n)[:at_most])
-        )
+        drawn = np.arange(n) if n <= at_most else np.sort(stream(seed, "length landmarks").permutation(n)[:at_most])
         points = vectors[drawn]
         values, axes = np.linalg.eigh(_kernel(points, points).astype(np.float64))
         keep = values > values[-1] * 1e-6  # two prompts of one embedding give no second direction

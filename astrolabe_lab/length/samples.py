@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.trace_columns import MAX_TOKENS
+from astrolabe_lab.trace.columns import MAX_TOKENS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,9 +31,7 @@ class Samples:
         """The hash of these rows, whatever their order."""
         models = self.models or [""] * len(self)
         rows = zip(models, self.lengths.tolist(), self.censored.tolist(), self.prompts, strict=True)
-        digests = sorted(
-            hashlib.sha256("\0".join(map(str, row)).encode("utf-8", "replace")).digest() for row in rows
-        )
+        digests = sorted(hashlib.sha256("\0".join(map(str, row)).encode("utf-8", "replace")).digest() for row in rows)
         return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
@@ -78,9 +76,7 @@ def check_prompts(prompts: Sequence[str]) -> list[str]:
     prompts = list(prompts)
     for row, prompt in enumerate(prompts):
         if not isinstance(prompt, str):
-            raise InputError(
-                f"prompts: row {row} is {type(prompt).__name__}, not text; an empty text is allowed"
-            )
+            raise InputError(f"prompts: row {row} is {type(prompt).__name__}, not text; an empty text is allowed")
     return prompts
 
 

@@ -28,7 +28,7 @@ def generate(n: int, seed: int = 0, change: str = "none") -> pd.DataFrame:
     """
     import numpy as np
 
-    from astrolabe_lab import sharegpt_like
+    from astrolabe_lab.generators import sharegpt_like
     from astrolabe_lab.rng import stream
 
     if change not in CHANGES:

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.trace_files import decoded, json_entries, read_bytes
+from astrolabe_lab.trace.files import decoded, json_entries, read_bytes
 
 _READERS = {".csv": "csv", ".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 _ASKS, _ANSWERS = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard", "model")
@@ -49,9 +49,7 @@ def _file(path: Path, suffix: str):
     if not path.is_file():
         raise InputError(f"{path} does not exist: check the path (relative paths start at {Path.cwd()})")
     if suffix not in _READERS:
-        raise InputError(
-            f"{path}: answers are read from .csv, .json, .jsonl and .parquet, plain or .gz; rename it"
-        )
+        raise InputError(f"{path}: answers are read from .csv, .json, .jsonl and .parquet, plain or .gz; rename it")
     reader = _READERS[suffix]
     if reader == "json":
         return _json(path, datasets)
@@ -78,9 +76,7 @@ def _all_text(path: Path, datasets):
     except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{path} cannot be read as CSV: {error}; it must be UTF-8, and whole") from None
     if not header or len(set(header)) != len(header):
-        raise InputError(
-            f"{path}: the header {header} is empty or names a column twice; name each column once"
-        )
+        raise InputError(f"{path}: the header {header} is empty or names a column twice; name each column once")
     return datasets.Features({name: datasets.Value("string") for name in header})
 
 
@@ -89,11 +85,7 @@ def _json(path: Path, datasets):
     entries, where = json_entries(decoded(read_bytes(path), path), path)
     for i, entry in enumerate(entries):
         if not isinstance(entry, dict):
-            what = (
-                f"not JSON ({entry})"
-                if isinstance(entry, Exception)
-                else f"{type(entry).__name__}, not an object"
-            )
+            what = f"not JSON ({entry})" if isinstance(entry, Exception) else f"{type(entry).__name__}, not an object"
             raise InputError(f"{path}, {where(i)}: {what}; correct the file, or leave that row out")
     for entry in entries:
         for turns in ("conversations", "messages"):
@@ -159,9 +151,7 @@ def _with_first_turns(table, datasets):
     if turns is None:
         return table
     pairs = [first_turns(row) for row in column(table, turns)]
-    kept = table.remove_columns(
-        [name for name in (turns, "prompt", "response") if name in table.column_names]
-    )
+    kept = table.remove_columns([name for name in (turns, "prompt", "response") if name in table.column_names])
     return datasets.Dataset.from_dict(
         kept[:] | {"prompt": [prompt for prompt, _ in pairs], "response": [answer for _, answer in pairs]}
     )
@@ -190,11 +180,7 @@ def prompts_in(source, name: str | None = None, split: str = "train") -> list[st
     from astrolabe_lab.length.data import KNOWN
 
     table = read(source, split)
-    found = (
-        name
-        if name is not None
-        else next((one for one in KNOWN["prompt"] if one in table.column_names), None)
-    )
+    found = name if name is not None else next((one for one in KNOWN["prompt"] if one in table.column_names), None)
     if found not in table.column_names:
         raise InputError(
             f"{source} has no column {found or ' or '.join(KNOWN['prompt'])!r} of prompts; it has "

@@ -42,10 +42,7 @@ class Split:
 
     def save(self, path) -> Path:
         """Write the split as JSON, whole or not at all; return the path."""
-        parts = {
-            name: sorted(value) if isinstance(value, frozenset) else value
-            for name, value in asdict(self).items()
-        }
+        parts = {name: sorted(value) if isinstance(value, frozenset) else value for name, value in asdict(self).items()}
         write_whole(Path(path), json.dumps({"format": "astrolabe-length-split"} | parts, indent=1) + "\n")
         return Path(path)
 

@@ -198,14 +198,9 @@ class EmbeddingCache:
         """The vectors of ``prompts``, float32 (n, width), those that are missing computed and kept, part by part."""
         import numpy as np
 
-        keys = [
-            hashlib.sha256(self._salt + prompt.encode("utf-8", "surrogatepass")).digest()
-            for prompt in prompts
-        ]
+        keys = [hashlib.sha256(self._salt + prompt.encode("utf-8", "surrogatepass")).digest() for prompt in prompts]
         found = self._get(keys, self.encoder.width * 4)
-        missing = [
-            (key, text) for key, text in dict(zip(keys, prompts, strict=True)).items() if key not in found
-        ]
+        missing = [(key, text) for key, text in dict(zip(keys, prompts, strict=True)).items() if key not in found]
         missing.sort(key=lambda pair: len(pair[1]))
         for start in range(0, len(missing), _KEEP_EVERY):
             part = missing[start : start + _KEEP_EVERY]
@@ -226,9 +221,7 @@ class EmbeddingCache:
                     for start in range(0, len(keys), 500):
                         some = keys[start : start + 500]
                         marks = ",".join("?" * len(some))
-                        found |= dict(
-                            file.execute(f"SELECT key, vector FROM vectors WHERE key IN ({marks})", some)
-                        )
+                        found |= dict(file.execute(f"SELECT key, vector FROM vectors WHERE key IN ({marks})", some))
         except sqlite3.Error as error:
             self._complain(error)
         return {key: vector for key, vector in found.items() if len(vector) == size}
@@ -237,9 +230,7 @@ class EmbeddingCache:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with closing(sqlite3.connect(self.path, timeout=30)) as file, file:
-                file.execute(
-                    "CREATE TABLE IF NOT EXISTS vectors (key BLOB PRIMARY KEY, vector BLOB) WITHOUT ROWID"
-                )
+                file.execute("CREATE TABLE IF NOT EXISTS vectors (key BLOB PRIMARY KEY, vector BLOB) WITHOUT ROWID")
                 file.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", vectors.items())
         except (sqlite3.Error, OSError) as error:
             self._complain(error)

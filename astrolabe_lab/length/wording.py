@@ -132,9 +132,7 @@ class Wording:
         """What each column is."""
         opening = list(self.opening)
         first = [f"opening: {term}" for term in opening]
-        interplay = [
-            f"{name} after: {term}" for name in _INTERPLAY_WITH for term in opening[:INTERPLAY_TERMS]
-        ]
+        interplay = [f"{name} after: {term}" for name in _INTERPLAY_WITH for term in opening[:INTERPLAY_TERMS]]
         return [*self.vocabulary, *FORM, *first, *interplay]
 
     def rows(self, prompts: list[str], interplay: bool = True) -> np.ndarray:
@@ -182,6 +180,4 @@ def _common(found, size: int, minimum: int) -> list[tuple[int, str]]:
     counts = Counter()
     for some in found:
         counts.update(set(some))
-    return sorted(((n, term) for term, n in counts.items() if n >= minimum), key=lambda x: (-x[0], x[1]))[
-        :size
-    ]
+    return sorted(((n, term) for term, n in counts.items() if n >= minimum), key=lambda x: (-x[0], x[1]))[:size]

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from .frames import require_columns
 
 METRICS = ("e2e_s", "ttft_s", "tpot_s")
@@ -47,7 +48,7 @@ def replay_decisions(
     Source: "Rank-1" of the Astrolabe paper, which reports the share without saying how the candidates that
     were not chosen were measured.
     """
-    from ..sim import view
+    from astrolabe_lab.sim import view
 
     if candidates not in CANDIDATES:
         raise InputError(f"candidates={candidates!r} is not one of {', '.join(CANDIDATES)}")
@@ -145,7 +146,7 @@ def _prepared(trace, policy, seed, options):
     """The run, before its first request."""
     import inspect
 
-    from ..sim.cluster import prepare, simulate
+    from astrolabe_lab.sim.cluster import prepare, simulate
 
     bound = inspect.signature(simulate).bind(trace, policy, seed=seed, **options)
     bound.apply_defaults()
@@ -178,7 +179,7 @@ def _dispatch(run, first: int, last: int) -> None:
 def _remembers(run) -> bool:
     """True where decisions leave more behind than engines and draws: the object of a replayed decision and the twin
     of the others would each remember their own."""
-    from ..policies import RoundRobin
+    from astrolabe_lab.policies import RoundRobin
 
     return isinstance(run.policy, RoundRobin) or bool(run.asking.foresights[0]["kind"][0])
 
@@ -205,7 +206,7 @@ def _replayed(run, position: int, candidates: str, metric: str) -> list[tuple]:
 
 def _outcome(run, position: int, index: int, metric: str) -> float:
     """The metric of the request at `position` if it goes to the instance at `index` of the healthy ones."""
-    from ..sim.state import FAILED, FINISHED, REJECTED
+    from astrolabe_lab.sim.state import FAILED, FINISHED, REJECTED
 
     fork = _fork(run)
     with _running(fork):
@@ -234,7 +235,7 @@ def _outcome(run, position: int, index: int, metric: str) -> float:
 
 def _fork(run):
     """A copy of the world: what happens in it leaves `run` alone. Arrivals, lengths and work space are shared."""
-    from ..sim import view
+    from astrolabe_lab.sim import view
 
     shared = (run.trace, run.arrived, run.policy, run.known, run.asking.scratch, run.twin_rows)
     fork = copy.deepcopy(run, {id(thing): thing for thing in shared})
@@ -253,7 +254,7 @@ class _running:
         return self.run
 
     def __exit__(self, *_):
-        from ..sim import view
+        from astrolabe_lab.sim import view
 
         view.forget(self.run.number)
 

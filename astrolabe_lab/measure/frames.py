@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
 
 STATUSES = ("ok", "rejected", "failed", "aborted")
 NEEDED = ("arrived_s", "first_token_s", "finished_s", "generated_tokens", "status")

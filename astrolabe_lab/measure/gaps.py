@@ -3,7 +3,8 @@
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from .frames import NEEDED, require_columns
 from .inside import walk
 
@@ -32,12 +33,12 @@ def inter_token_latencies(results: pd.DataFrame, engine=None, cost=None, dispatc
     sent and when, so each is run once more alone, with a step log; a result that does not come out again, to a
     billionth of a second, is an InputError: then engine or cost are others, or instances failed or were slowed.
     """
-    from ..sim.config import EngineConfig
-    from ..sim.engine import run_one
+    from astrolabe_lab.sim.config import EngineConfig
+    from astrolabe_lab.sim.engine import run_one
 
     require_columns(results, ("instance", "rid", "prompt_tokens", "output_tokens", *NEEDED))
     if engine is None or cost is None:
-        from ..cost import preset
+        from astrolabe_lab.cost import preset
 
         default = preset("llama2-7b-a30")
         engine = EngineConfig.from_dict(default.engine) if engine is None else engine

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from .frames import NEEDED, require_columns
 
 

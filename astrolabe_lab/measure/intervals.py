@@ -10,7 +10,8 @@ from functools import lru_cache
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from .frames import require_columns
 
 MANY = 10  # seeds from which resampling says more than Student's t

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from .frames import listed, require_columns
 from .intervals import MANY, interval
 from .regime import grows

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from . import prediction, regime
 from .frames import NEEDED, STATUSES, listed, require_columns
 from .slo import SLO, goodput

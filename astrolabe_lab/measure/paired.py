@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from .families import holm, simultaneous
 from .frames import listed, require_columns
 from .intervals import interval, over_seeds, p_value

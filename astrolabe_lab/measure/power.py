@@ -2,7 +2,7 @@
 
 import math
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
 
 MOST = 1_000_000
 

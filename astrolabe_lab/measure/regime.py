@@ -6,7 +6,8 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from .frames import NEEDED, require_columns
 
 WARM_UP_S, WARM_UP_E2E = 60.0, 3.0  # dropped at first: 60 s, or three times the mean E2E where that is longer

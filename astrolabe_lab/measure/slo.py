@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from .frames import NEEDED, listed, require_columns
 
 CLASSES = ("tight", "loose")

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from ..errors import InputError
+from astrolabe_lab.errors import InputError
+
 from .families import holm
 from .frames import listed, require_columns
 from .intervals import interval, p_value

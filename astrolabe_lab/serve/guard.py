@@ -21,9 +21,7 @@ GRACE_S = 10.0
 def main(command: list[str]) -> int:
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the parent decides, by closing the pipe
         signal.signal(getattr(signal, name), signal.SIG_IGN)
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_default_signals
-    )
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_default_signals)
     while child.poll() is None:
         ready, _, _ = select.select([0], [], [], 0.2)
         if ready and not os.read(0, 4096):

@@ -1,7 +1,7 @@
 """Start N vLLM engines, tell when they serve, and end them, whatever happens.
 
-    with launch(4, preset="llama2-7b-a30", time_scale=4.0) as cluster:
-        print(cluster.urls)
+with launch(4, preset="llama2-7b-a30", time_scale=4.0) as cluster:
+    print(cluster.urls)
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ def launch(
     root.mkdir(parents=True, exist_ok=True)
     model = model_files.write(root / "model", config.max_model_len)
     engines = [
-        engine_process.emulated(i, root / f"engine-{i}", model, config, emulation, model_name)
-        for i in range(instances)
+        engine_process.emulated(i, root / f"engine-{i}", model, config, emulation, model_name) for i in range(instances)
     ]
     cluster = Cluster(engines, root, config, step_cost, "emulated", emulation.time_scale, model_name)
     try:

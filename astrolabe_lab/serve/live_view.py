@@ -72,6 +72,4 @@ class LiveView:
     def _answers(self, request, metric, instances):
         if self._ask is not None:
             return self._ask([self._instances[i] for i in instances], request, metric)
-        return [
-            self._instances[i].predict(self.statuses[i], request, metric, self.now_s) for i in map(int, instances)
-        ]
+        return [self._instances[i].predict(self.statuses[i], request, metric, self.now_s) for i in map(int, instances)]

@@ -71,7 +71,7 @@ def _write_tokenizer(folder: Path, max_model_len: int) -> int:
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     except ImportError:
         raise InputError("a model folder needs the package 'tokenizers'; it comes with vLLM: make vllm") from None
-    from astrolabe_lab import sharegpt_like
+    from astrolabe_lab.generators import sharegpt_like
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

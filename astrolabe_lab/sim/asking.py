@@ -140,9 +140,7 @@ class Asking:
         pending[-1] = (ready_s, request.prompt_tokens, request.predicted_tokens, *cached)
         self.make_room(len(rows) + len(pending))
         template = self.templates[i : i + 1]
-        return predict(
-            self.scratch, template, header, rows, pending, self.foresight, code, self.extension, self.out
-        )
+        return predict(self.scratch, template, header, rows, pending, self.foresight, code, self.extension, self.out)
 
     def make_room(self, n_requests: int) -> None:
         """Let the scratch state hold ``n_requests`` and those that foresight assumes."""

@@ -60,9 +60,7 @@ class Run:
         self.state.requests["router"] = np.arange(len(trace)) % control.routers
         self.knowledge = Knowledge(self.state, control, leaps)
         foresight = getattr(policy, "foresight", "none")
-        self.asking = Asking(
-            self.knowledge, configs, predictor_costs, control, noise, seed, extension, foresight
-        )
+        self.asking = Asking(self.knowledge, configs, predictor_costs, control, noise, seed, extension, foresight)
         self.number = view.register(self.asking.answer, self.prefix_overlap)
         capacity = {i: c.usable_blocks * c.block_size for i, c in enumerate(configs)}
         self.routers = [

@@ -11,7 +11,7 @@ from contextlib import closing, suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from astrolabe_lab import crew
+from astrolabe_lab.sweep import crew
 
 from . import identity
 from .cell import Run, row_of, run_cell

@@ -57,7 +57,7 @@ def code() -> str:
     for path in sorted(package.rglob("*.py")):
         name = path.relative_to(package).as_posix()
         top = name.partition("/")[0].removesuffix(".py")
-        if top not in APART and not top.startswith("cli_"):
+        if top not in APART:
             parts += [name, path.read_bytes()]
     return fingerprint(*parts, json.dumps(versions()))
 
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 
 def of_requests(frame: pd.DataFrame) -> str:
     """The fingerprint of a trace frame's requests: all columns of the contract but the prompts' text."""
-    from astrolabe_lab.trace_columns import COLUMNS
+    from astrolabe_lab.trace.columns import COLUMNS
 
     parts: list[bytes | str] = []
     for name in COLUMNS:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from astrolabe_lab import crew
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.sweep import crew
 
 from . import keys
 from .cell import Run, arrive, measure, resolve, whole
@@ -60,8 +60,11 @@ def planned(grid: Grid) -> tuple[list[Run], Sources]:
     rehearsed, arrived = set(), set()
     for one in runs:
         rate = one.requests.source, one.requests.count, one.qps, one.arrivals, one.alpha
-        setting = one.requests.source, one.requests.lengths, one.policy if isinstance(one.policy, str) else None, *(
-            f"{name}={value!r}" for name, value in one.options.items()
+        setting = (
+            one.requests.source,
+            one.requests.lengths,
+            one.policy if isinstance(one.policy, str) else None,
+            *(f"{name}={value!r}" for name, value in one.options.items()),
         )
         if rate in arrived and setting in rehearsed:
             continue

@@ -17,8 +17,8 @@ from types import ModuleType
 
 import cloudpickle
 
-from astrolabe_lab.crew import Failure, attempt, judged, pickled
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.sweep.crew import Failure, attempt, judged, pickled
 
 from . import identity
 

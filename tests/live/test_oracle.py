@@ -93,9 +93,7 @@ def test_the_same_workload_gives_the_same_schedule(runs):
 
 
 def test_synchronous_schedule_of_two_requests_by_hand():
-    config = EngineConfig(
-        max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=9, max_model_len=32
-    )
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=9, max_model_len=32)
     frame = frame_of((0.0, 10, 2), (0.5, 3, 1))
     results, log = oracle.run_vllm(frame, config, cost_of(base_s=1.0))
     assert log[["step", "rid", "tokens"]].to_numpy().tolist() == [[0, 0, 8], [1, 0, 2], [1, 1, 3], [2, 0, 1]]
@@ -124,9 +122,7 @@ def test_asynchronous_schedule_sees_an_arrival_one_step_later():
 
 def test_a_step_is_priced_by_the_written_formula():
     """One prompt of 12 in chunks of 8 and 4, then decodes: each term can be read off by hand."""
-    config = EngineConfig(
-        max_num_seqs=1, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=9, max_model_len=32
-    )
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=9, max_model_len=32)
     cost = StepCost(Regime(0.5, 1.0, 0.1, 0.2, 0.01, 7.0), Regime(0.25, 2.0, 0.1, 0.2, 0.01, 0.001))
     _, log = oracle.run_vllm(frame_of((0.0, 12, 3)), config, cost)
     seconds = log.attrs["steps"]["end_s"] - log.attrs["steps"]["start_s"]
@@ -137,9 +133,7 @@ def test_a_step_is_priced_by_the_written_formula():
 
 def test_a_step_is_priced_with_what_stands_beside_the_formula():
     """The same prompt: chunks pay the table at (8, 0) and (4, 8) new and context tokens, decodes a batch of two."""
-    config = EngineConfig(
-        max_num_seqs=1, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=9, max_model_len=32
-    )
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=9, max_model_len=32)
     table = Grid((4, 8), (0, 8), ((1.0, 2.0), (4.0, 8.0)))
     cost = StepCost(Regime(per_token_s=1.0, per_seq_s=0.5), Regime(), pad_sizes=(2,), mixed_grid=table)
     _, log = oracle.run_vllm(frame_of((0.0, 12, 3)), config, cost)
@@ -152,9 +146,7 @@ def test_md1_mean_wait_matches_theory():
     rho, service_s, n = 0.6, 1.0, 6000
     arrived = np.random.default_rng(5).exponential(service_s / rho, n).cumsum()
     frame = pd.DataFrame({"rid": range(n), "arrived_s": arrived, "prompt_tokens": 1, "output_tokens": 1})
-    config = EngineConfig(
-        max_num_seqs=1, max_num_batched_tokens=1, block_size=16, num_gpu_blocks=3, max_model_len=16
-    )
+    config = EngineConfig(max_num_seqs=1, max_num_batched_tokens=1, block_size=16, num_gpu_blocks=3, max_model_len=16)
     results, _ = oracle.run_vllm(frame, config, cost_of(base_s=service_s))
     wait_s = (results["finished_s"] - frame["arrived_s"] - service_s).mean()
     assert wait_s == pytest.approx(rho * service_s / (2 * (1 - rho)), rel=0.1)
@@ -172,9 +164,7 @@ def test_speed_is_a_rate_of_vllm_alone():
 
 
 def test_requests_that_can_never_run_are_refused_before_vllm_spins():
-    config = EngineConfig(
-        max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=5, max_model_len=32
-    )
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=5, max_model_len=32)
     frame = frame_of((0.0, 10, 7), (0.0, 10, 8), (0.0, 20, 20))
     assert oracle.can_never_run(frame, config).tolist() == [False, True, True]
     assert config.rejects(frame["prompt_tokens"], frame["output_tokens"]).tolist() == [False, True, True]
@@ -185,9 +175,7 @@ def test_requests_that_can_never_run_are_refused_before_vllm_spins():
 
 def test_a_scheduler_that_makes_no_progress_is_an_error_not_a_hang(monkeypatch):
     monkeypatch.setattr(oracle, "can_never_run", lambda frame, config: np.zeros(len(frame), bool))
-    config = EngineConfig(
-        max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=3, max_model_len=32
-    )
+    config = EngineConfig(max_num_seqs=2, max_num_batched_tokens=8, block_size=4, num_gpu_blocks=3, max_model_len=32)
     for asynchronous in (False, True):
         config = EngineConfig(**{**vars(config), "async_scheduling": asynchronous})
         with pytest.raises(RuntimeError, match="makes no progress after 0 steps: 0 running, 1 waiting"):

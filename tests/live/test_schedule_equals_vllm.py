@@ -3,7 +3,6 @@
 For a longer hunt than CI's: ``python -m tests.live.test_schedule_equals_vllm --seeds 1000:3000``.
 """
 
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -102,9 +101,7 @@ def _arrivals(rng, prompt, output, tick):
     if tick:
         tick = rng.choice([tick, tick / 2])
         arrived = np.round(arrived / tick) * tick
-    return pd.DataFrame(
-        {"rid": np.arange(n), "arrived_s": arrived, "prompt_tokens": prompt, "output_tokens": output}
-    )
+    return pd.DataFrame({"rid": np.arange(n), "arrived_s": arrived, "prompt_tokens": prompt, "output_tokens": output})
 
 
 def first_difference(ours, theirs):
@@ -137,9 +134,7 @@ def _table(log, name):
 
 
 def _differs(ours, theirs):
-    return ~np.isclose(
-        ours.astype(float), theirs.astype(float), rtol=0, atol=SECONDS_TOLERANCE, equal_nan=True
-    )
+    return ~np.isclose(ours.astype(float), theirs.astype(float), rtol=0, atol=SECONDS_TOLERANCE, equal_nan=True)
 
 
 def _first_step(ours, theirs):
@@ -224,13 +219,9 @@ def main():
     import argparse
     import time
 
-    parser = argparse.ArgumentParser(
-        description="Hunt for workloads on which our engine and vLLM's scheduler differ."
-    )
+    parser = argparse.ArgumentParser(description="Hunt for workloads on which our engine and vLLM's scheduler differ.")
     parser.add_argument("--seeds", default="0:240", help="FROM:TO (default %(default)s)")
-    parser.add_argument(
-        "--keep-going", action="store_true", help="report every difference, not only the first"
-    )
+    parser.add_argument("--keep-going", action="store_true", help="report every difference, not only the first")
     arguments = parser.parse_args()
     start, stop = (int(bound) for bound in arguments.seeds.split(":"))
     began, found = time.monotonic(), 0

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from astrolabe_lab import arrivals, bench, length, policies, sharegpt_like
+from astrolabe_lab import arrivals, bench, length, policies
+from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.pace import read_pace
 from astrolabe_lab.serve.published import StatusReader
@@ -100,9 +101,7 @@ def test_a_trace_leaves_one_row_a_request_and_the_simulator_says_much_the_same(c
     lateness = max(read_pace(engine.pace)["late_share"] for engine in cluster.engines)
     if lateness > 0.03:
         pytest.skip(f"the host does not keep up: steps end {lateness:.0%} late")
-    simulated = simulate(
-        trace, policies.parse("astrolabe:k=2"), instances=4, engine=cluster.config, cost=cluster.cost
-    )
+    simulated = simulate(trace, policies.parse("astrolabe:k=2"), instances=4, engine=cluster.config, cost=cluster.cost)
     assert live["tpot_s"].mean() == pytest.approx(simulated["tpot_s"].mean(), rel=0.15)
     assert live["e2e_s"].mean() == pytest.approx(simulated["e2e_s"].mean(), rel=0.15)
     error = (live["predicted_e2e_s"] - live["e2e_s"]).abs() / live["e2e_s"]

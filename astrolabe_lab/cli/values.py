@@ -1,0 +1,63 @@
+"""Values of command-line options: from their text, with what is allowed said where it is none."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def whole(low):
+    """A parser of whole numbers from ``low`` up."""
+
+    def parse(text):
+        if not (text.isascii() and text.isdigit()) or int(text) < low:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} up")
+        return int(text)
+
+    return parse
+
+
+def number(above=None):
+    """A parser of finite numbers >= 0, or > ``above``."""
+
+    def parse(text):
+        value = _float(text)
+        if not math.isfinite(value) or value < 0 or (above is not None and value <= above):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number {'>= 0' if above is None else f'> {above}'}")
+        return value
+
+    return parse
+
+
+def span(text):
+    """``S`` as a number, ``LOW,HIGH`` as a pair of numbers."""
+    parts = [number()(part) for part in text.split(",")]
+    if len(parts) > 2 or parts != sorted(parts):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither S nor LOW,HIGH with LOW <= HIGH")
+    return parts[0] if len(parts) == 1 else tuple(parts)
+
+
+def noise(text):
+    """``common=REL,candidate=REL``, or one of them."""
+    found = {}
+    for part in text.split(","):
+        key, equals, value = part.partition("=")
+        if key not in ("common", "candidate") or not equals or key in found:
+            raise argparse.ArgumentTypeError(f"{text!r} is not common=REL, candidate=REL or both with a comma")
+        found[key] = number()(value)
+    return found
+
+
+def choice_of_rows(text):
+    """``key=value``, a filter of a trace file; a limit of tokens is a number."""
+    key, equals, value = text.partition("=")
+    if not equals or not key or not value:
+        raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
+    return key, whole(0)(value) if key.endswith("_tokens") else value
+
+
+def _float(text):
+    try:
+        return float(text) if text.isascii() and "_" not in text else math.nan
+    except ValueError:
+        return math.nan
