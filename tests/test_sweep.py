@@ -6,9 +6,9 @@ import pytest
 
 from astrolabe_lab import arrivals, length, measure, trace
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.generators import sharegpt_like
+from astrolabe_lab.generators import families, sharegpt_like
 from astrolabe_lab.sim.cluster import simulate
-from astrolabe_lab.sweep import rehearse, sweep
+from astrolabe_lab.sweep import rehearse, run, sweep
 from astrolabe_lab.sweep.crew import CrewError
 
 SMALL = {"requests": 60, "instances": 3, "progress": False}
@@ -54,6 +54,22 @@ def test_a_row_is_the_summary_of_the_run_by_hand(summary):
     row = summary[(summary.policy == "least_loaded") & (summary.qps == 9) & (summary.seed == 1)].iloc[0]
     for name, value in measure.summarise(results).iloc[0].drop(["policy", "seed"]).items():
         assert row[name] == value, name
+
+
+@pytest.mark.parametrize("slo", [{"ttft_s": 0.3, "tpot_s": 0.04}, "ttft_s=0.3,tpot_s=0.04"])
+def test_with_an_slo_a_row_has_goodput(slo):
+    grid = {"defaults": {"trace": "family:mixed", "requests": 60, "instances": 2, "qps": 6, "slo": slo}}
+    row = run(grid | {"grid": {"policy": ["random"]}}, progress=False).iloc[0]
+    requests = length.attach(families.generate("mixed", 60, seed=0, text=False), "oracle", 0)
+    results = simulate(arrivals.with_arrivals(requests, 6, "bursts", seed=0), "random", instances=2)
+    expected = measure.goodput(results, measure.SLO(ttft_s=0.3, tpot_s=0.04))
+    assert {name: row[name] for name in expected} == expected and 0 < row.goodput_share < 1
+
+
+def test_a_wrong_slo_is_told_before_anything_runs():
+    grid = {"defaults": {"trace": "sharegpt_like", "requests": 9, "qps": 6, "policy": "random", "slo": {"tttf_s": 1}}}
+    with pytest.raises(InputError, match="tttf_s=1.*ttft_s"):
+        run(grid, progress=False)
 
 
 def test_the_number_of_workers_changes_nothing(summary):

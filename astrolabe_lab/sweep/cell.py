@@ -13,11 +13,13 @@ from astrolabe_lab import generators
 from astrolabe_lab.errors import InputError
 
 from . import identity
-from .settings import members, options_of, policy_of
+from .settings import members, options_of, policy_of, slo_of
 from .sources import GENERATORS, SAMPLES, Requests, Sources, prepared
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from astrolabe_lab.measure import SLO
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +55,7 @@ class Run:
     alpha: float | None
     policy: object  # text for `policies.parse`, or a policy
     options: Mapping[str, object]  # keyword arguments of `simulate`, without the seed
+    slo: SLO | None = None
 
     @property
     def qps(self) -> float | None:
@@ -82,6 +85,7 @@ class Run:
             "preset": identity.of_value([self.options[name] for name in ("engine", "cost")]),
         }
         rest = [self.qps, self.arrivals, self.alpha, self.seed, policy, self.options]
+        rest += [self.slo] if self.slo else []
         return parts | {"key": identity.of_value([parts["trace"], rest])}
 
 
@@ -99,6 +103,7 @@ def resolve(cell: Cell, sources: Sources) -> Run:
             given.get("alpha"),
             policy,
             options,
+            slo_of(given),
         )
     except InputError as error:
         raise InputError(f"{cell}: {error}") from error
@@ -157,7 +162,7 @@ def measure(run: Run, trace: pd.DataFrame) -> tuple[dict[str, object], pd.DataFr
     results = simulate(trace, policy, seed=run.seed, **run.options)
     wall_s = time.perf_counter() - began
     row = {"qps": _own_rate(trace["arrived_s"]) if run.qps is None else run.qps}
-    return row | summarise(results, by=[]).to_dict("records")[0] | {"wall_s": wall_s}, results
+    return row | summarise(results, by=[], slo=run.slo).to_dict("records")[0] | {"wall_s": wall_s}, results
 
 
 def run_cell(run: Run, frames: Mapping[str, pd.DataFrame], keep_requests: bool = False) -> tuple[dict, object]:

@@ -6,10 +6,14 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
 
 from . import keys
+
+if TYPE_CHECKING:
+    from astrolabe_lab.measure import SLO
 
 PRESET = "llama2-7b-a30"
 
@@ -28,6 +32,16 @@ def policy_of(given: Mapping[str, object]) -> object:
     text = policy + (("," if ":" in policy else ":") + ",".join(extra) if extra else "")
     policies.parse(text)  # a misspelt one is told before anything runs
     return text
+
+
+def slo_of(given: Mapping[str, object]) -> SLO | None:
+    """What the requests were promised: an SLO, its text, or its targets by name; None where nothing was."""
+    from astrolabe_lab.measure import SLO
+
+    value = given.get("slo")
+    if isinstance(value, Mapping):
+        value = ",".join(f"{key}={item}" for key, item in value.items())
+    return value if value is None or isinstance(value, SLO) else SLO.parse(value)
 
 
 def options_of(given: Mapping[str, object], folder: Path | None) -> dict[str, object]:
