@@ -42,6 +42,8 @@ ENGINE = EngineConfig.from_dict(PRESET.engine)
 INSTANCES = 12
 MILLION = "million iterations/s"
 PAPER_LENGTHS = "data/astrolabe/trace_data__sharegpt__sharegpt_val_10k_llama2.csv.gz"
+TIMINGS = "data/vidur/llmservingsim/RTXPRO6000_Llama-3.1-8B_bf16_tp1"
+MEASURED = "data/vidur/llmservingsim/measured_vllm/RTXPRO6000_Llama-3.1-8B"
 
 
 @dataclass
@@ -68,11 +70,15 @@ class Row:
         return bool(self.best >= float(figure) if sign == ">=" else self.best <= float(figure))
 
 
+def shared():
+    """The folder of real data; it need not exist."""
+    return Path(os.environ.get("ASTROLABE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
+
+
 def paper_lengths():
     """The requests to replay (a trace frame without times) and a line on where they come from."""
-    shared = Path(os.environ.get("ASTROLABE_SHARED", Path(__file__).resolve().parents[2] / "shared"))
-    if (shared / PAPER_LENGTHS).exists():
-        return trace.load(shared / PAPER_LENGTHS), "the paper's 10,000 ShareGPT lengths"
+    if (shared() / PAPER_LENGTHS).exists():
+        return trace.load(shared() / PAPER_LENGTHS), "the paper's 10,000 ShareGPT lengths"
     generated = sharegpt_like.generate(10_000, seed=0, text=False)
     return generated, "generated ShareGPT-like lengths (the paper's are not here)"
 
@@ -300,6 +306,34 @@ def second_start(requests, repeats):
     return Row("second start of astrolabe simulate", *times, "s", "<= 2.5", note)
 
 
+def traces(requests, repeats):
+    """Reading a trace file of 10,000 rows, and drawing as many requests."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = trace.save(with_arrivals(requests, 28, seed=0), Path(folder) / "trace.csv")
+        rows.append(
+            Row(f"reading a CSV trace of {len(requests):,}", *timed(partial(trace.load, path), repeats), "s", "<= 0.5")
+        )
+    for text, what, reach in ((True, "with text", "<= 3"), (False, "without text", "<= 0.5")):
+        times = timed(partial(sharegpt_like.generate, 10_000, seed=9, text=text), min(repeats, 3))
+        rows.append(Row(f"drawing 10,000 ShareGPT-like requests, {what}", *times, "s", reach))
+    return rows
+
+
+def replay_of_a_measured_run(repeats):
+    """The simulation within `fidelity.compare`, on the measured GPU run; nothing where that is not at hand."""
+    from astrolabe_lab import fidelity
+    from astrolabe_lab.fidelity.layers import LayerTimings
+    from astrolabe_lab.fidelity.measured_run import MeasuredRun
+
+    if not (shared() / MEASURED).is_dir():
+        return []
+    sides = LayerTimings.load(shared() / TIMINGS), MeasuredRun.load(shared() / MEASURED)
+    return [
+        Row("a measured run of 300 requests replayed", *timed(partial(fidelity.compare, *sides), repeats), "s", "<= 1")
+    ]
+
+
 def output_of(command):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -361,6 +395,8 @@ def main():
         ("clusters", lambda: cluster(requests, repeats)),
         ("predictions", lambda: predictions(requests, repeats, snapshots)),
         ("memory", lambda: [predictor_memory(repeats)]),
+        ("traces", lambda: traces(requests, repeats)),
+        ("fidelity", lambda: replay_of_a_measured_run(repeats)),
         ("start", lambda: [second_start(requests, repeats)]),
     ):
         print(f"speed: {name} ...", file=sys.stderr, flush=True)

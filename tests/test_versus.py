@@ -128,7 +128,7 @@ def correlated(rng, n, memory, shared=None):
 def test_one_run_tells_of_a_difference_as_surely_as_it_says_though_requests_depend_on_one_another(memory):
     rng = np.random.default_rng(1)
     hits, wins = [], 0
-    for _ in range(120):
+    for _ in range(60):
         a, shared = correlated(rng, 2000, memory)
         b, _ = correlated(rng, 2000, memory, shared)
         found = compare(a, b, metrics=["e2e_mean_s"]).iloc[0]

@@ -169,7 +169,10 @@ def _text(found: pd.DataFrame, names: list[str], args) -> str:
         f"seeds: needed to see a difference of {args.effect_pct:g} % with 80 % power.",
     ]
     if found["aa_policy_pct"].isna().all():
-        lines.append("No A/A row of luck: these files do not tell how to make A again; give --again FILE.")
+        lines.append(
+            "No A/A row of luck: these files do not tell how to make A again; give --again FILE, A made with"
+            " another --policy-seed (in a sweep: the key policy_seed)."
+        )
     return "\n".join(lines)
 
 

@@ -36,7 +36,7 @@ PLAIN = {
     "dispatch_s": "time from decision to engine",
     "routers": "routers, blind to each other's dispatches",
     "faults": "a list of {kind: outage or slowdown, instance: 0, start_s: 10, ...}",
-    "slo": "adds goodput: ttft_s, tpot_s, e2e_s, loose_factor, as in {ttft_s: 0.2, tpot_s: 0.04} or \"ttft_s=0.2\"",
+    "slo": 'adds goodput: ttft_s, tpot_s, e2e_s, loose_factor, as in {ttft_s: 0.2, tpot_s: 0.04} or "ttft_s=0.2"',
     "extension_tokens": "how much longer a request is taken to last that has outrun its predicted length",
     "seed": "of every random stream (0)",
 }
