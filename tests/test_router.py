@@ -6,13 +6,13 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import pytest
-from aiohttp import web
 from scripted_engine import scripted_engines
 
 from astrolabe_lab import policies
 from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.limits import Limits
+from astrolabe_lab.serve.listen import listening
 from astrolabe_lab.serve.prompt_tokens import ByBytes
 from astrolabe_lab.serve.router import Router
 from astrolabe_lab.sim.config import EngineConfig
@@ -27,8 +27,10 @@ async def constant(asked):
 @asynccontextmanager
 async def routed(engines, path, policy="round_robin", **options):
     limits = options.pop("limits", Limits(probe_s=0.05, first_byte_s=1.0, between_bytes_s=1.0, drain_s=1.0))
+    config, predictors = options.pop("config", EngineConfig()), options.pop("predictors", lambda: None)
+    statuses = options.pop("statuses", [None] * len(engines))
     router = Router(
-        [Instance(i, engine.url, EngineConfig()) for i, engine in enumerate(engines)],
+        [Instance(i, engine.url, config, predictors(), statuses[i]) for i, engine in enumerate(engines)],
         policies.parse(policy),
         policy,
         [MODEL],
@@ -38,16 +40,8 @@ async def routed(engines, path, policy="round_robin", **options):
         journal=journal.Journal(path),
         **options,
     )
-    runner = web.AppRunner(router.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
-    try:
-        async with aiohttp.ClientSession() as session:
-            yield router, session, url
-    finally:
-        await runner.cleanup()
+    async with listening(router) as url, aiohttp.ClientSession() as session:
+        yield router, session, url
 
 
 def outcomes(path):
@@ -263,10 +257,10 @@ def test_two_thousand_requests_with_random_ends_leave_nothing_in_flight(tmp_path
 
             await asyncio.gather(*(gated() for _ in range(n)))
             for _ in range(200):
-                if not router._in_flight:
+                if not router.in_flight:
                     break
                 await asyncio.sleep(0.05)
-            assert router._in_flight == 0
+            assert router.in_flight == 0
             assert [(len(i.ledger), i.ledger.tokens) for i in router.instances] == [(0, 0)] * 4
             return router.counters
 

@@ -109,6 +109,8 @@ def build_parser() -> argparse.ArgumentParser:
     from astrolabe_lab.cli import fidelity as cli_fidelity
     from astrolabe_lab.cli import length as cli_length
     from astrolabe_lab.cli import live as cli_live
+    from astrolabe_lab.cli import replay as cli_replay
+    from astrolabe_lab.cli import sidecar as cli_sidecar
     from astrolabe_lab.cli import simulate as cli_simulate
     from astrolabe_lab.cli import sweep as cli_sweep
     from astrolabe_lab.cli import tag as cli_tag
@@ -194,6 +196,9 @@ def build_parser() -> argparse.ArgumentParser:
     route = add("route", cli_live.route, cli_live.ROUTE_SUMMARY, cli_live.ROUTE_EXAMPLE, cli_live.ROUTE_DETAILS)
     cli_live.add_route(route)
     cli_bench.add_arguments(add("bench", cli_bench.bench, cli_bench.SUMMARY, cli_bench.EXAMPLE, cli_bench.DETAILS))
+
+    for command, module in (("replay", cli_replay), ("sidecar", cli_sidecar)):
+        module.add_arguments(add(command, getattr(module, command), module.SUMMARY, module.EXAMPLE, module.DETAILS))
 
     add("policies", _policies, "list the dispatch policies and their options", "astrolabe policies")
     return parser

@@ -67,6 +67,12 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
     parser.add_argument("--port", type=int, default=0, metavar="P", help="to listen on (default: a free one)")
+    parser.add_argument(
+        "--sidecars", metavar="URL,...", help="ask these Predictors (astrolabe sidecar), one an engine, in its order"
+    )
+    parser.add_argument(
+        "--deadline-ms", type=float, default=50.0, metavar="X", help="for the sidecars' answers (default: 50)"
+    )
     parser.add_argument("--journal", metavar="FILE", help="append every decision and outcome to this file")
     parser.add_argument("--journal-prompts", action="store_true", help="with their prompts, to train a length model on")
     parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="of the engines (with --engines)")
@@ -76,7 +82,7 @@ def add_route(parser: argparse.ArgumentParser) -> None:
 def route(args):
     import asyncio
 
-    from aiohttp import web
+    from astrolabe_lab.serve.listen import listening
 
     router = _router(args)
     key = os.environ.get("ASTROLABE_API_KEY")
@@ -84,23 +90,13 @@ def route(args):
     router.warm_up()
 
     async def serve():
-        runner = web.AppRunner(router.application(), access_log=None, handler_cancellation=True, shutdown_timeout=5.0)
-        await runner.setup()
-        try:
-            site = web.TCPSite(runner, args.host, args.port, backlog=2048)
-            try:
-                await site.start()
-            except OSError as error:
-                raise InputError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from None
-            port = site._server.sockets[0].getsockname()[1]
-            _announce({"url": f"http://{args.host}:{port}", "policy": args.policy, "engines": len(router.instances)})
+        async with listening(router, args.host, args.port) as url:
+            _announce({"url": url, "policy": args.policy, "engines": len(router.instances)})
             done = asyncio.Event()
             loop = asyncio.get_running_loop()
             for name in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(name, done.set)
             await done.wait()
-        finally:
-            await runner.cleanup()
 
     asyncio.run(serve())
     return None, None
@@ -153,7 +149,24 @@ def _router(args):
         name_requests=bool(args.cluster),
         source=cluster.world if args.cluster else "hardware",
         foresight=foresight,
+        ask=_sidecars(args, len(places), time_scale),
     )
+
+
+def _sidecars(args, engines: int, time_scale: float):
+    """What asks the sidecars, or None where the router predicts itself."""
+    if not args.sidecars:
+        return None
+    import time
+
+    from astrolabe_lab.serve.remote import RemotePredictors
+
+    urls = [url.strip().rstrip("/") for url in args.sidecars.split(",")]
+    if len(urls) != engines or not all(url.startswith(("http://", "https://")) for url in urls):
+        raise InputError(f"--sidecars {args.sidecars!r} must name {engines} URLs, one an engine, in its order")
+    if not 0 < args.deadline_ms < 1e6:
+        raise InputError(f"--deadline-ms {args.deadline_ms:g} must be a number of milliseconds > 0")
+    return RemotePredictors(dict(enumerate(urls)), args.deadline_ms / 1e3, lambda: time.monotonic() / time_scale)
 
 
 def _announce(record: dict) -> None:

@@ -32,10 +32,16 @@ class Breaker:
         if self.opened_s is not None:
             self.trial_s = now_s
 
+    def answers(self) -> None:
+        """An answer has begun: the next trial need not wait for its end."""
+        self.trial_s = None
+
     def succeeded(self) -> None:
+        """An answer has ended as it should."""
         self.in_a_row, self.opened_s, self.trial_s = 0, None, None
 
     def failed(self, now_s: float) -> None:
+        """No connection, no answer in time, HTTP 5xx, or an answer that broke off."""
         self.in_a_row += 1
         if self.opened_s is not None or self.in_a_row >= self.failures:
             self.opened_s, self.trial_s = now_s, None

@@ -56,6 +56,7 @@ class Counters:
                 yield CounterMetricFamily(f"astrolabe_{name}", text, value=value)
             if router.journal is not None:
                 yield CounterMetricFamily("astrolabe_journal_lost", "Journal lines lost", value=router.journal.lost)
+            yield from _counting(router.count_tokens)
             decisions = HistogramMetricFamily("astrolabe_decision_seconds", "Time to choose an instance")
             edges = [(str(e), n) for e, n in zip(DECISION_BUCKETS_S, self.buckets, strict=True)]
             decisions.add_metric([], [*edges, ("+Inf", self.decisions)], self.decision_s)
@@ -65,6 +66,7 @@ class Counters:
                 ("in_flight", "Requests of this router at the instance", lambda i: len(i.ledger)),
                 ("available", "Whether the instance gets requests", lambda i: int(i.available(now_s))),
                 ("status_faults", "Failed reads of the published status", lambda i: i.status_faults),
+                ("gauge_faults", "Failed reads of the engine's metrics", lambda i: i.gauge_faults),
                 ("restarts", "Restarts of the engine seen", lambda i: i.restarts),
             ):
                 gauge = GaugeMetricFamily(f"astrolabe_instance_{name}", text, labels=["instance"])
@@ -75,6 +77,23 @@ class Counters:
         registry = CollectorRegistry(auto_describe=False)
         registry.register(_Collector(families))
         return generate_latest(registry)
+
+
+def _counting(count_tokens):
+    """How well, and how long, prompt tokens are counted; nothing for a way of counting that keeps no errors."""
+    from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+    if not hasattr(count_tokens, "errors"):
+        return
+    error = GaugeMetricFamily(
+        "astrolabe_prompt_tokens_error", "Counted prompt tokens against the engines', as a share", labels=["by", "of"]
+    )
+    for by, found in count_tokens.errors().items():
+        error.add_metric([by, "absolute"], found.absolute)
+        error.add_metric([by, "signed"], found.signed)
+    yield error
+    seconds = getattr(count_tokens, "seconds", 0.0)
+    yield CounterMetricFamily("astrolabe_prompt_tokens_seconds", "Spent in the tokenizer", value=seconds)
 
 
 class _Collector:

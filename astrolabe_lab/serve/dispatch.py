@@ -13,6 +13,7 @@ from aiohttp import web
 from astrolabe_lab.foresight import Foresight
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve.instance import Instance
+from astrolabe_lab.serve.ledger import InFlight
 from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.live_view import LiveView
 from astrolabe_lab.serve.openai_api import Asked, Refusal
@@ -24,6 +25,7 @@ HOP_BY_HOP = frozenset(
      "upgrade", "content-length", "host", "content-encoding", "accept-encoding", "expect")
 )  # fmt: skip
 OURS = frozenset(("authorization", "x-slo-class", "x-predicted-tokens", "x-request-id"))
+ERROR_BYTES = 64 << 10  # of an engine's own error, passed on
 
 
 @dataclass(slots=True)
@@ -32,7 +34,36 @@ class Decision:
 
     instance: Instance
     view: LiveView
+    decided_s: float  # modelled
     seconds: float  # wall
+
+
+@dataclass(slots=True)
+class Unanswered:
+    """A dispatch of which the client has seen nothing, so that another may be tried. ``reached``: the engine had the
+    request, which may be what ended it; ``status, body, kind``: of the engine's own error, where it gave one."""
+
+    reason: str
+    reached: bool
+    status: int | None = None
+    body: bytes = b""
+    kind: str = "application/json"
+
+
+class EngineFault(Exception):
+    """The engine failed, in a way that is no exception of the network."""
+
+
+class ServerError(EngineFault):
+    """It answered 5xx."""
+
+    def __init__(self, status: int, body: bytes, kind: str):
+        super().__init__(f"HTTP {status}: {body[:300].decode('utf-8', 'replace')}")
+        self.status, self.body, self.kind = status, body, kind
+
+
+class ClientGone(Exception):
+    """The client has left, or does not read what it asked for."""
 
 
 @dataclass
@@ -49,90 +80,129 @@ class Dispatch:
     count_tokens: object
     foresight: Foresight | None = None
 
-    async def __call__(self, http, asked: Asked, request: Request, decision: Decision) -> web.StreamResponse | None:
-        """Send it to the chosen instance and its answer to the client. None: nothing came back yet, try another.
+    async def __call__(
+        self, http, asked: Asked, request: Request, decision: Decision
+    ) -> web.StreamResponse | Unanswered:
+        """Send it to the chosen instance and its answer to the client, who has seen nothing where it is Unanswered.
 
         However it ends, the ledger is settled and exactly one outcome recorded.
         """
-        records = self.records
-        instance = decision.instance
-        entry = instance.ledger.open(request.rid, request.prompt_tokens, request.predicted_tokens, self.now_s())
+        instance, watcher = decision.instance, Watcher(asked.stream)
+        entry = instance.ledger.open(
+            request.rid, request.prompt_tokens, request.predicted_tokens, decision.decided_s, asked.stream
+        )
         if self.foresight is not None:
             self.foresight.observe_dispatch(entry.sent_s, request.prompt_tokens, request.predicted_tokens)
-        watcher = Watcher(asked.stream)
-        answer = None
+        answer = web.StreamResponse()
+        status, reason = "aborted", "the client went away"
         try:
-            upstream = await self._send(http, asked, request, instance)
-            try:
-                if upstream.status >= 500:
-                    detail = (await upstream.content.read(2000)).decode("utf-8", "replace")
-                    raise aiohttp.ClientError(f"HTTP {upstream.status}: {detail}")
+            async with asyncio.timeout(self.wall_s(self.limits.first_byte_s)) as patience:
+                upstream = await self._send(http, asked, request, instance)
+                try:
+                    await self._pass_on(upstream, http, answer, watcher, request, decision, entry, patience)
+                finally:
+                    upstream.close()
+            status, reason = _verdict(answer.status, watcher)
+            if status == "failed":
+                self._blame(instance)
+            else:  # an engine that refuses is well
                 instance.breaker.succeeded()
-                answer = web.StreamResponse(status=upstream.status, headers=self._headers(upstream, request, decision))
-                answer.content_length = upstream.content_length if not asked.stream else None
-                first = True
-                while chunk := await asyncio.wait_for(
-                    upstream.content.readany(), self.wall_s(self.limits.between_bytes_s)
-                ):
-                    if first:
-                        await answer.prepare(http)
-                        first = False
-                    if watcher.feed(chunk) and entry.first_token_s is None:
-                        entry.first_token_s = self.now_s()
-                    entry.streamed = watcher.tokens
-                    await answer.write(chunk)
-                if first:
-                    await answer.prepare(http)
-                watcher.end()
-                await answer.write_eof()
-            finally:
-                upstream.close()
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            if http.transport is None or http.transport.is_closing():
-                records.outcome(request, instance.index, watcher, entry, "aborted", "the client went away")
-                raise asyncio.CancelledError() from None
-            instance.breaker.failed(self.now_s())
-            records.counters.upstream_errors += 1
-            reason = f"{type(error).__name__}: {error}"
-            if answer is None or not answer.prepared:
-                records.outcome(request, instance.index, watcher, entry, "retried", reason)
-                return None
-            records.outcome(request, instance.index, watcher, entry, "failed", reason)
-            await self._break_off(answer, asked, reason)
+            if status == "ok":
+                self._learn(asked, request, decision, watcher, entry)
             return answer
-        except (asyncio.CancelledError, ConnectionResetError):
-            records.outcome(request, instance.index, watcher, entry, "aborted", "the client went away")
-            raise
+        except (ClientGone, asyncio.CancelledError) as gone:
+            reason = str(gone) or reason
+            raise asyncio.CancelledError() from None
+        except (aiohttp.ClientError, TimeoutError, OSError, EngineFault) as error:
+            if _has_left(http):
+                raise asyncio.CancelledError() from None
+            reason = f"{type(error).__name__}: {error}"
+            self._blame(instance)
+            if not answer.prepared:
+                status = "retried"
+                return _unanswered(error, reason)
+            status = "failed"
+            await self._break_off(answer, reason)
+            return answer
         finally:
-            instance.ledger.close(request.rid)
-        ok = answer.status < 400 and watcher.complete
-        status = "ok" if ok else "rejected" if answer.status < 500 and answer.status >= 400 else "failed"
-        records.outcome(request, instance.index, watcher, entry, status, "" if ok else f"HTTP {answer.status}")
-        if ok:
-            self._learn(asked, request, decision, watcher, entry)
-        return answer
+            instance.settle(request.rid)
+            self.records.outcome(request, instance.index, watcher, entry, status, reason)
 
-    def _learn(self, asked: Asked, request: Request, decision: Decision, watcher: Watcher, entry) -> None:
+    async def _send(self, http, asked: Asked, request: Request, instance: Instance) -> aiohttp.ClientResponse:
+        body = asked.body
+        if self.name_requests:
+            given = body.get("vllm_xargs")
+            extra = dict(given) if isinstance(given, dict) else {}
+            extra |= {"rid": request.rid, "predicted_tokens": request.predicted_tokens}
+            body = {**body, "vllm_xargs": extra}
+        headers = {k: v for k, v in http.headers.items() if k.lower() not in HOP_BY_HOP | OURS}
+        headers["X-Request-Id"] = str(request.rid)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.wall_s(self.limits.connect_s))
+        return await self.session.post(instance.url + asked.path, json=body, headers=headers, timeout=timeout)
+
+    async def _pass_on(
+        self, upstream, http, answer, watcher: Watcher, request, decision: Decision, entry: InFlight, patience
+    ) -> None:
+        """The engine's answer to the client. The head leaves with the first bytes: an engine that says 200 and then
+        nothing can still be passed over. An answer that is not streamed leaves whole."""
+        if upstream.status >= 500:
+            body = await upstream.content.read(ERROR_BYTES)
+            raise ServerError(upstream.status, body, upstream.content_type)
+        loop = asyncio.get_running_loop()
+        between_s, writing_s = self.wall_s(self.limits.between_bytes_s), self.wall_s(self.limits.write_s)
+        streams = watcher.stream and upstream.status == 200
+        held = b""
+        while chunk := await upstream.content.readany():
+            if not streams:
+                held += chunk
+                continue
+            if watcher.feed(chunk) and entry.first_token_s is None:
+                entry.first_token_s = self.now_s()
+            entry.streamed = watcher.tokens
+            if not answer.prepared:
+                if watcher.error is not None and (watcher.error[1] or 500) >= 500:
+                    raise EngineFault(f"it answered with an error: {watcher.error[0]}")
+                decision.instance.breaker.answers()
+            patience.reschedule(loop.time() + writing_s)
+            await self._write(http, answer, chunk, upstream, request, decision, patience)
+            patience.reschedule(loop.time() + between_s)
+        if streams and not watcher.complete:
+            raise EngineFault("the stream ended before its answer did")
+        if not streams:
+            watcher.feed(held)
+            watcher.end()
+            answer.content_length = len(held)
+            patience.reschedule(loop.time() + writing_s)
+            await self._write(http, answer, held, upstream, request, decision, patience)
+        await answer.write_eof()
+
+    async def _write(self, http, answer, chunk: bytes, upstream, request, decision, patience) -> None:
+        try:
+            if not answer.prepared:
+                answer.set_status(upstream.status)
+                answer.headers.update(self._headers(upstream, request, decision))
+                await answer.prepare(http)
+            await answer.write(chunk)
+        except asyncio.CancelledError:
+            if patience.expired():  # it is the client that was waited for
+                if http.transport is not None:
+                    http.transport.abort()
+                raise ClientGone("the client did not read its answer") from None
+            raise
+        except (ConnectionResetError, aiohttp.ClientConnectionResetError):
+            raise ClientGone("the client went away") from None
+
+    def _blame(self, instance: Instance) -> None:
+        instance.breaker.failed(self.now_s())
+        self.records.counters.upstream_errors += 1
+
+    def _learn(self, asked: Asked, request: Request, decision: Decision, watcher: Watcher, entry: InFlight) -> None:
         if watcher.prompt_tokens:
             self.count_tokens.learn(asked, request.prompt_tokens, watcher.prompt_tokens)
         found = decision.view.predictions.get(decision.instance.index)
         if self.foresight is not None and entry.first_token_s is not None and found is not None and found.basis:
             e2e_s = self.now_s() - request.arrived_s
             self.foresight.observe_outcome(found, entry.first_token_s - request.arrived_s, e2e_s)
-
-    async def _send(self, http, asked: Asked, request: Request, instance: Instance) -> aiohttp.ClientResponse:
-        body = asked.body
-        if self.name_requests:
-            extra = dict(body.get("vllm_xargs") or {})
-            extra |= {"rid": request.rid, "predicted_tokens": request.predicted_tokens}
-            body = {**body, "vllm_xargs": extra}
-        headers = {k: v for k, v in http.headers.items() if k.lower() not in HOP_BY_HOP | OURS}
-        headers["X-Request-Id"] = str(request.rid)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.wall_s(self.limits.connect_s))
-        return await asyncio.wait_for(
-            self.session.post(instance.url + asked.path, json=body, headers=headers, timeout=timeout),
-            self.wall_s(self.limits.first_byte_s),
-        )
 
     def _headers(self, upstream, request: Request, decision: Decision) -> dict:
         headers = {k: v for k, v in upstream.headers.items() if k.lower() not in HOP_BY_HOP}
@@ -145,15 +215,32 @@ class Dispatch:
         headers["X-Astrolabe-Predicted-Tokens"] = str(request.predicted_tokens)
         return headers
 
-    async def _break_off(self, answer: web.StreamResponse, asked: Asked, reason: str) -> None:
-        """The engine ended in the middle of an answer: tell the client, who has part of it already."""
+    async def _break_off(self, answer: web.StreamResponse, reason: str) -> None:
+        """The engine ended in the middle of a stream: tell the client, who has part of it already."""
+        refusal = Refusal(502, f"the engine ended before its answer did ({reason})", "upstream_error", "engine_ended")
         with contextlib.suppress(ConnectionResetError, OSError, RuntimeError):
-            if asked.stream:
-                refusal = Refusal(502, f"the engine ended before its answer did ({reason})", "upstream_error")
-                await answer.write(b"data: " + refusal.body() + b"\n\n")
-                await answer.write_eof()
-            elif answer._req is not None and answer._req.transport is not None:
-                answer._req.transport.close()
+            await answer.write(b"data: " + refusal.body() + b"\n\n")
+            await answer.write_eof()
 
     def wall_s(self, modelled_s: float) -> float:
         return modelled_s * self.time_scale
+
+
+def _verdict(status: int, watcher: Watcher) -> tuple[str, str]:
+    """(outcome, reason) of an answer that has passed."""
+    if status >= 400:
+        return "rejected", f"HTTP {status}"
+    if watcher.error is not None:
+        message, code = watcher.error
+        return ("rejected" if code is not None and 400 <= code < 500 else "failed"), f"error in the stream: {message}"
+    return ("ok", "") if watcher.complete else ("failed", "the answer is not JSON")
+
+
+def _unanswered(error: Exception, reason: str) -> Unanswered:
+    if isinstance(error, ServerError):
+        return Unanswered(reason, True, error.status, error.body, error.kind)
+    return Unanswered(reason, not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)))
+
+
+def _has_left(http) -> bool:
+    return http.transport is None or http.transport.is_closing()

@@ -13,17 +13,22 @@ from astrolabe_lab.request import Request
 from astrolabe_lab.serve.breaker import Breaker, Health
 from astrolabe_lab.serve.ledger import Ledger
 from astrolabe_lab.serve.published import StatusReader
+from astrolabe_lab.serve.reckoned import reckon
+from astrolabe_lab.serve.scrape import Gauges
 from astrolabe_lab.sim.config import EngineConfig
-from astrolabe_lab.sim.state import RUNNING, WAITING
-from astrolabe_lab.sim.status import HEADER, ROW, Status
+from astrolabe_lab.sim.state import WAITING
+from astrolabe_lab.sim.status import Status
+from astrolabe_lab.sim.status_check import check_status
+
+STALE_S = 5.0  # modelled: no step takes as long
 
 
 @dataclass
 class Instance:
     """An upstream engine.
 
-    ``status_path``: the file of its published status (engines of ours); without it the status is the router's own
-    ledger (``ledger_status``). ``predictor``: None where nobody predicts for it.
+    ``status_path``: the file of its published status (engines of ours); without it, and while it cannot be believed,
+    the status is ``reckoned`` from the router's own ledger. ``predictor``: None where nobody predicts for it.
     """
 
     index: int
@@ -35,9 +40,10 @@ class Instance:
     breaker: Breaker = field(default_factory=Breaker)
     health: Health = field(default_factory=Health)
     draining: bool = False
-    status_faults: int = 0  # reads of the published status that failed
+    status_faults: int = 0  # reads of the published status that failed, or gave none that can be believed
     restarts: int = 0  # of the engine, as its published status shows them
-    scraped: dict = field(default_factory=dict)  # the engine's own gauges, where the status is not published
+    gauges: Gauges = field(default_factory=Gauges)  # the engine's own, as last asked for
+    gauge_faults: int = 0  # answers at /metrics that told nothing
     _reader: StatusReader | None = field(default=None, repr=False)
     _epoch: tuple | None = field(default=None, repr=False)
 
@@ -45,14 +51,24 @@ class Instance:
         return self.health.healthy and not self.draining and self.breaker.allows(now_s)
 
     def status(self, now_s: float) -> tuple[Status, str]:
-        """(its status, where that came from: published or ledger)."""
-        if self.status_path is not None:
-            try:
-                return self._published(), "published"
-            except (InputError, TimeoutError):
-                self.status_faults += 1
-                self._reader = None  # a restarted engine publishes in a new file
-        return self.ledger_status(now_s), "ledger"
+        """(its status, where that came from: published, ledger, or stale).
+
+        ``stale``: it publishes, but a step began STALE_S ago and has not ended. Its requests are still there, so it is
+        reckoned from the ledger, lest a hung engine look as if it had finished them.
+        """
+        if self.status_path is None:
+            return self.ledger_status(now_s), "ledger"
+        try:
+            status = self._published()
+            self._check(status, now_s)
+        except (InputError, TimeoutError):
+            self.status_faults += 1
+            self._reader = None  # a restarted engine publishes in a new file
+            return self.ledger_status(now_s), "ledger"
+        if status.running and now_s - status.taken_s > STALE_S:
+            self.status_faults += 1
+            return self.ledger_status(now_s), "stale"
+        return status, "published"
 
     def _published(self) -> Status:
         if self._reader is None or not self._reader.current():
@@ -62,39 +78,23 @@ class Instance:
             self._epoch = self._reader.epoch
         return self._reader.read()
 
-    def ledger_status(self, now_s: float) -> Status:
-        """The status as this router can reckon it from what it dispatched and streamed.
+    def _check(self, status: Status, now_s: float) -> None:
+        """Raise InputError for a status that cannot be one of this engine's at this time."""
+        if status.taken_s > now_s + 1.0:
+            raise InputError(f"status of instance {self.index}: taken {status.taken_s - now_s:.1f} s from now")
+        if self.predictor is not None:
+            check_status(status, self.predictor.template)
 
-        Requests whose first token has passed are running and hold their tokens; the oldest of the others that still
-        fit are running too, their prompts not yet computed; the rest waits. Where the engine's gauges are known
-        (``scraped``), no more run than it says. Other routers' requests are unknown.
-        """
-        block = self.engine.block_size
-        free = self.engine.usable_blocks
-        seats = self.engine.max_num_seqs
-        if self.scraped.get("waiting", 0) > 0:  # the engine has a queue: what runs is what it says
-            seats = min(seats, int(self.scraped["running"]))
-        running, waiting = [], []
-        for entry in self.ledger.entries.values():
-            decoding = entry.first_token_s is not None
-            computed = entry.prompt_tokens + entry.streamed - 1 if decoding else 0
-            held = entry.prompt_tokens + max(entry.streamed, 0)
-            blocks = -(-held // block)
-            fits = len(running) < seats and blocks <= free
-            row = (
-                entry.rid, RUNNING if fits else WAITING, entry.prompt_tokens, max(computed, 0) if fits else 0,
-                entry.streamed, 0, 0, 0, entry.predicted_tokens, blocks if fits else 0, 0, 0, 0,
-            )  # fmt: skip
-            if fits:
-                free -= blocks
-                running.append(row)
-            else:
-                waiting.append(row)
-        header = np.zeros(1, HEADER)
-        header["taken_s"], header["step_started_s"] = now_s, np.nan
-        header["free_blocks"], header["n_running"] = free, len(running)
-        header["n_rows"] = len(running) + len(waiting)
-        return Status(header, np.array(running + waiting, ROW))
+    def ledger_status(self, now_s: float) -> Status:
+        """The status as this router can reckon it."""
+        return reckon(self.ledger, self.gauges, self.engine, now_s)
+
+    def settle(self, rid: int) -> bool:
+        """Strike a request that has ended from the ledger. False where it was struck before."""
+        entry = self.ledger.entries.get(rid)
+        if entry is not None and entry.sent_s <= self.gauges.taken_s:
+            self.gauges.ended_since += 1
+        return self.ledger.close(rid)
 
     def signals(self, status: Status, now_s: float, into: np.ndarray) -> None:
         """Fill ``into``, a record of SIGNALS."""
@@ -111,16 +111,28 @@ class Instance:
         into["first_waiting_blocks"] = int(held[0]) if len(held) else 0
         into["pending_tokens"] = int(left.sum())
         into["prefill_tokens"] = int(np.maximum(0, rows["prompt"] - rows["computed"]).sum())
+        for name in ("queue_s", "prefill_s_per_token", "decode_s_per_token"):
+            into[name] = getattr(self.gauges, name)
         into["in_flight"], into["in_flight_tokens"] = len(self.ledger), self.ledger.tokens
 
-    def predict(self, status: Status, request: Request, metric: str, now_s: float) -> Prediction:
-        """What the request would see here. Raises InputError where nobody predicts for this instance."""
-        if self.predictor is None:
-            raise InputError(f"instance {self.index} has no Predictor: give the router a preset or a calibration")
+    def unseen(self, status: Status) -> list[tuple[float, int, int]]:
+        """(sent_s, prompt_tokens, predicted_tokens) of what was sent there and ``status`` does not show yet, but for
+        what the engine will refuse."""
         shown = set(status.rows["rid"].tolist())
-        unseen = [
+        return [
             (entry.sent_s, entry.prompt_tokens, entry.predicted_tokens)
             for entry in self.ledger.entries.values()
-            if entry.rid not in shown and entry.streamed == 0
+            if entry.rid not in shown
+            and entry.streamed == 0
+            and not self.engine.rejects(entry.prompt_tokens, max(1, entry.predicted_tokens))
         ]
-        return self.predictor.predict(status, request, metric, now_s=now_s, dispatched=unseen)
+
+    def predict(
+        self, status: Status, request: Request, metric: str | None, now_s: float, unseen: list | None = None
+    ) -> Prediction:
+        """What the request would see here; ``unseen``, as of that status, is found where it is not given. Raises
+        InputError where nobody predicts for this instance."""
+        if self.predictor is None:
+            raise InputError(f"instance {self.index} has no Predictor: give the router a preset or a calibration")
+        dispatched = self.unseen(status) if unseen is None else unseen
+        return self.predictor.predict(status, request, metric, now_s=now_s, dispatched=dispatched)

@@ -1,8 +1,11 @@
 """The router's journal: one JSON line a decision, one when it ends, appended; what is torn at its end is dropped.
 
-A decision's line: ``{"event": "decision", "rid", "time_s", "request": {prompt_tokens, predicted_tokens, slo}, "policy",
-"candidates": [{instance, signals...}], "predicted": {instance: e2e_s}, "chosen", "decision_s"}``; its end:
-``{"event": "outcome", "rid", "time_s", "status", "instance", "output_tokens", "ttft_s", "e2e_s", ...}``.
+``{"event": "router", "policy", "seed", "engines": [{instance, engine, cost}], ...}`` where a router starts;
+``{"event": "decision", "rid", "time_s", "prompt_tokens", "predicted_tokens", "slo", "signals": [{instance, ...}],
+"statuses": [...], "unseen": [[sent_s, prompt, predicted]...], "predicted_e2e_s": {instance: s}, "instance", ...}``, all
+that the decision was made from; ``{"event": "outcome", "rid", "time_s", "status", "instance", "output_tokens",
+"ttft_s", "e2e_s", ...}``, one a request, besides one with status ``retried`` for each dispatch that another followed;
+``{"event": "probe", "rid", "instance", "ttft_s", "e2e_s"}`` where the same request was sent to other candidates too.
 """
 
 from __future__ import annotations
@@ -11,10 +14,12 @@ import json
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.serve.status_line import pack
+from astrolabe_lab.sim.status import Status
 
 VERSION = 1
 BATCH_S = 0.2  # between two fsyncs
@@ -33,7 +38,7 @@ class Journal:
         self.written = 0
         self.trouble = ""
         self._bound = bound
-        self._lines: list[bytes] = []
+        self._entries: list[dict] = []
         self._wake = threading.Condition()
         self._closing = False
         try:
@@ -46,13 +51,12 @@ class Journal:
         self._thread.start()
 
     def write(self, entry: dict) -> None:
-        """Queue an entry. Past the bound it is counted as lost."""
-        line = json.dumps({"version": VERSION, **entry}, separators=(",", ":")).encode() + b"\n"
+        """Queue an entry, which nobody may change any more. Past the bound it is counted as lost."""
         with self._wake:
-            if len(self._lines) >= self._bound:
+            if len(self._entries) >= self._bound:
                 self.lost += 1
                 return
-            self._lines.append(line)
+            self._entries.append(entry)
             self._wake.notify()
 
     def close(self) -> None:
@@ -66,13 +70,13 @@ class Journal:
     def _run(self) -> None:
         while True:
             with self._wake:
-                while not self._lines and not self._closing:
+                while not self._entries and not self._closing:
                     self._wake.wait()
-                lines, self._lines = self._lines, []
+                entries, self._entries = self._entries, []
                 closing = self._closing
-            if lines:
-                self._append(lines)
-            if closing and not self._lines:
+            if entries:
+                self._append([line_of(entry) for entry in entries])
+            if closing and not self._entries:
                 return
             if not closing:
                 time.sleep(BATCH_S)
@@ -94,9 +98,20 @@ class Journal:
                 pass
 
 
-def read(path: str | Path) -> Iterator[dict]:
-    """The entries of a journal, in order. A torn last line is left out; InputError for a damaged line before it, a
-    file that cannot be read, or another version."""
+def line_of(entry: dict) -> bytes:
+    """An entry as its line; a Status in it is packed."""
+    return json.dumps({"version": VERSION, **entry}, separators=(",", ":"), default=_packed).encode() + b"\n"
+
+
+def _packed(value):
+    if isinstance(value, Status):
+        return pack(value)
+    raise TypeError(f"{value!r:.80} has no place in a journal")
+
+
+def read(path: str | Path, torn: Callable[[int], None] | None = None) -> Iterator[dict]:
+    """The entries of a journal, in order. A torn last line is left out (``torn`` is told its number); InputError for a
+    damaged line before it, a file that cannot be read, or another version."""
     path = Path(path)
     try:
         file = path.open("rb")
@@ -104,8 +119,10 @@ def read(path: str | Path) -> Iterator[dict]:
         raise InputError(f"journal {str(path)!r} cannot be read: {error.strerror}") from None
     with file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return  # torn: it was being written when its writer died
+            if not line.endswith(b"\n"):  # it was being written when its writer died
+                if torn is not None:
+                    torn(number)
+                return
             if not line.strip():
                 continue
             try:

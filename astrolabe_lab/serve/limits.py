@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Times in modelled s, sizes in bytes; ``in_flight``: requests in all; ``tries``: dispatches of one request."""
+    """Times in modelled s, sizes in bytes; ``in_flight``: requests in all; ``tries``: dispatches of one request, and
+    ``failures``: those of them in which an engine had the request and failed, for it may be the request that ends
+    engines."""
 
     in_flight: int = 4096
     body_bytes: int = 8 << 20
+    head_s: float = 30.0  # from a connection to the end of its first request's head
     body_s: float = 30.0
     connect_s: float = 3.0
     first_byte_s: float = 300.0
     between_bytes_s: float = 300.0
+    write_s: float = 60.0  # for a client to take what it was sent
     tries: int = 3
+    failures: int = 2
     probe_s: float = 2.0
+    scrape_s: float = 0.5  # engines that publish no status
     drain_s: float = 30.0

@@ -6,6 +6,7 @@ import numpy as np
 
 from astrolabe_lab.objective import objective
 from astrolabe_lab.predictor import Prediction
+from astrolabe_lab.prefix_record import PrefixOverlap, PrefixRecord
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.sim.signals import SIGNALS, Signals
 from astrolabe_lab.sim.view import Predictions
@@ -15,23 +16,26 @@ class LiveView:
     """The available instances, their statuses as read now, and what their Predictors answer.
 
     ``predictions``: by instance, what a Predictor answered in this decision; ``late``: how many did not answer before
-    the deadline (``ask`` gives None).
+    the deadline (``ask`` gives None). ``prefixes``: the router's record of what it sent where.
     """
 
-    def __init__(self, instances: list[Instance], now_s: float, ask=None):
+    def __init__(self, instances: list[Instance], now_s: float, ask=None, prefixes: PrefixRecord | None = None):
         self._instances = instances
         self._ask = ask
+        self._prefixes = prefixes
         self.now_s = now_s
         self.instances = tuple(instance.index for instance in instances)
         self.signals = np.zeros(len(instances), SIGNALS)
         self.statuses = []
         self.sources = []
+        self.unseen = []  # of each instance, what was sent there and its status does not show
         self.predictions: dict[int, Prediction] = {}
         self.late = 0
         for row, instance in zip(self.signals, instances, strict=True):
             status, source = instance.status(now_s)
             instance.signals(status, now_s, row)
             self.statuses.append(status)
+            self.unseen.append(instance.unseen(status))
             self.sources.append(source)
 
     def __len__(self) -> int:
@@ -69,7 +73,16 @@ class LiveView:
             return np.asarray(metric(Predictions(*columns)), dtype=np.float64)
         return np.array([np.inf if a is None else a.value(metric) for a in answers], dtype=np.float64)
 
+    def prefix_overlap(self, request) -> PrefixOverlap:
+        """As ``sim.view.ClusterView.prefix_overlap``."""
+        return self._prefixes.overlap(request, self.instances, self.now_s)
+
     def _answers(self, request, metric, instances):
         if self._ask is not None:
             return self._ask([self._instances[i] for i in instances], request, metric)
-        return [self._instances[i].predict(self.statuses[i], request, metric, self.now_s) for i in map(int, instances)]
+        return [self._answer(i, request, metric) for i in map(int, instances)]
+
+    def _answer(self, i: int, request, metric) -> Prediction:
+        if self.sources[i] == "stale":
+            return Prediction(False, reason="its status is stale: a step has begun and does not end")
+        return self._instances[i].predict(self.statuses[i], request, metric, self.now_s, self.unseen[i])

@@ -12,6 +12,8 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 class Refusal(Exception):
     """A request that the router answers itself: HTTP status, message, OpenAI error type and code, extra headers."""
 
+    content_type = "application/json"
+
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code=None, headers=None):
         super().__init__(message)
         self.status, self.message, self.kind, self.code = status, message, kind, code

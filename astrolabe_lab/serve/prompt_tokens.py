@@ -31,6 +31,7 @@ class ByTokenizer:
         self.seconds = 0.0
         self.counted = 0
         self.error = Error()
+        self.by_bytes = ByBytes()  # counts beside it, so that the errors of both are known
 
     async def __call__(self, asked: Asked) -> tuple[int, str]:
         if asked.prompt_ids is not None:
@@ -54,7 +55,14 @@ class ByTokenizer:
             return "\n".join(str(message.get("content", "")) for message in messages)
 
     def learn(self, asked: Asked, counted: int, prompt_tokens: int) -> None:
-        self.error.add(counted, prompt_tokens)
+        """An engine has counted ``prompt_tokens`` where this said ``counted``."""
+        if asked.prompt_ids is None:
+            self.error.add(counted, prompt_tokens)
+            self.by_bytes.learn(asked, self.by_bytes.count(asked), prompt_tokens)
+
+    def errors(self) -> dict[str, Error]:
+        """By way of counting."""
+        return {"tokenizer": self.error, **self.by_bytes.errors()}
 
 
 class ByBytes:
@@ -68,12 +76,19 @@ class ByBytes:
     async def __call__(self, asked: Asked) -> tuple[int, str]:
         if asked.prompt_ids is not None:
             return asked.prompt_ids, "ids"
-        return max(1, round(_bytes(asked) / self.bytes_per_token)), "bytes"
+        return self.count(asked), "bytes"
+
+    def count(self, asked: Asked) -> int:
+        return max(1, round(_bytes(asked) / self.bytes_per_token))
+
+    def errors(self) -> dict[str, Error]:
+        """By way of counting."""
+        return {"bytes": self.error}
 
     def learn(self, asked: Asked, counted: int, prompt_tokens: int) -> None:
         """An engine has counted ``prompt_tokens`` where this said ``counted``."""
-        self.error.add(counted, prompt_tokens)
         if prompt_tokens > 0 and asked.prompt_ids is None:
+            self.error.add(counted, prompt_tokens)
             seen = _bytes(asked) / prompt_tokens
             self.bytes_per_token += self._weight * (seen - self.bytes_per_token)
 

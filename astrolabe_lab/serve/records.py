@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve.counters import Counters
@@ -12,20 +13,44 @@ from astrolabe_lab.serve.ledger import InFlight
 from astrolabe_lab.serve.openai_api import Asked, Refusal
 from astrolabe_lab.serve.stream import Watcher
 
+if TYPE_CHECKING:
+    from astrolabe_lab.serve.dispatch import Decision
+    from astrolabe_lab.serve.router import Router
+
 
 @dataclass
 class Records:
     """Counts everything, and journals it where there is a ``journal`` (``keep_prompts``: with the texts, so that a
-    length model can be trained anew from it)."""
+    length model can be trained anew from it). A request has one end: what is told of it after that is left out."""
 
     now_s: Callable[[], float]
     policy_name: str
     journal: Journal | None = None
     keep_prompts: bool = False
     counters: Counters = field(default_factory=Counters)
+    _ended: set[int] = field(default_factory=set, repr=False)  # of requests still under way: those with an outcome
 
-    def decision(self, asked: Asked, request: Request, decision, attempt: int, counted: str, tagged: str) -> None:
-        """A choice has been made (a ``dispatch.Decision``); where the two token counts came from."""
+    def begin(self, router: Router) -> None:
+        """A router starts: what its decisions are made with, so that a replay can make them again."""
+        if self.journal is None:
+            return
+        engines = []
+        for each in router.instances:
+            known = {"instance": each.index, "url": each.url, "engine": asdict(each.engine)}
+            if each.predictor is not None:
+                known |= {"cost": each.predictor.cost.to_dict(), "extension_tokens": each.predictor.extension_tokens}
+            engines.append(known)
+        self.journal.write(
+            {
+                "event": "router", "time_s": self.now_s(), "policy": self.policy_name, "seed": router.seed,
+                "source": router.source, "time_scale": router.time_scale, "models": router.models, "engines": engines,
+            }
+        )  # fmt: skip
+
+    def decision(
+        self, asked: Asked, request: Request, decision: Decision, attempt: int, counted: str, tagged: str
+    ) -> None:
+        """A choice has been made; where the two token counts came from."""
         self.counters.decided(decision.seconds, decision.view.late)
         if self.journal is None:
             return
@@ -44,12 +69,16 @@ class Records:
                 "predicted_tokens": request.predicted_tokens,
                 "predicted_tokens_from": tagged,
                 "slo": request.slo,
+                "prefix_blocks": request.prefix_blocks,
                 "policy": self.policy_name,
                 "signals": [dict(zip(view.signals.dtype.names, record.item(), strict=True)) for record in view.signals],
                 "status_from": view.sources,
+                "statuses": view.statuses,
+                "unseen": view.unseen,
                 "predicted_e2e_s": {str(i): seconds for i, seconds in view.predicted_e2e_s.items()},
                 "late": view.late,
                 "instance": decision.instance.index,
+                "decided_s": decision.decided_s,
                 "decision_s": decision.seconds,
             }
         )
@@ -57,38 +86,43 @@ class Records:
     def outcome(
         self, request: Request, instance: int, watcher: Watcher, entry: InFlight, status: str, reason: str = ""
     ) -> None:
-        """A dispatch has ended: ok, rejected, failed, aborted, or retried (another dispatch follows)."""
+        """A dispatch has ended: ok, rejected, failed, aborted, or retried (another dispatch or a refusal follows)."""
+        if not self._may_end(request.rid, status):
+            return
         now_s = self.now_s()
-        self.counters.ended(status)
-        if self.journal is not None:
-            first = entry.first_token_s
-            self.journal.write(
-                {
-                    "event": "outcome",
-                    "rid": request.rid,
-                    "time_s": now_s,
-                    "arrived_s": request.arrived_s,
-                    "instance": instance,
-                    "dispatched_s": entry.sent_s,
-                    "status": status,
-                    "reason": reason,
-                    "first_token_s": first,
-                    "ttft_s": None if first is None else first - request.arrived_s,
-                    "e2e_s": now_s - request.arrived_s,
-                    "output_tokens": watcher.counted or watcher.tokens,
-                    "prompt_tokens": watcher.prompt_tokens,
-                    "finish_reason": watcher.finish_reason,
-                }
-            )
+        first = entry.first_token_s
+        self._write(
+            request.rid, now_s, request.arrived_s, status, reason, instance, dispatched_s=entry.sent_s,
+            first_token_s=first, ttft_s=None if first is None else first - request.arrived_s,
+            e2e_s=now_s - request.arrived_s, output_tokens=watcher.output_tokens, prompt_tokens=watcher.prompt_tokens,
+            finish_reason=watcher.finish_reason,
+        )  # fmt: skip
 
     def refusal(self, refusal: Refusal, rid: int, arrived_s: float) -> None:
         """The router answers by itself."""
-        self.counters.ended("refused")
+        status = "rejected" if refusal.status < 500 else "failed"
+        if self._may_end(rid, "refused"):
+            reason = f"HTTP {refusal.status}: {refusal.message}"
+            self._write(rid, self.now_s(), arrived_s, status, reason, None, output_tokens=0)
+
+    def left(self, rid: int, arrived_s: float) -> None:
+        """The client went away, perhaps before any dispatch."""
+        if self._may_end(rid, "aborted"):
+            self._write(rid, self.now_s(), arrived_s, "aborted", "the client went away", None, output_tokens=0)
+
+    def forget(self, rid: int) -> None:
+        """Nothing more will be told of the request."""
+        self._ended.discard(rid)
+
+    def _may_end(self, rid: int, status: str) -> bool:
+        if rid in self._ended:
+            return False
+        if status != "retried":
+            self._ended.add(rid)
+        self.counters.ended(status)
+        return True
+
+    def _write(self, rid, time_s, arrived_s, status, reason, instance, **more) -> None:
         if self.journal is not None:
-            self.journal.write(
-                {
-                    "event": "outcome", "rid": rid, "time_s": self.now_s(), "arrived_s": arrived_s,
-                    "status": "rejected" if refusal.status < 500 else "failed", "instance": None,
-                    "reason": f"HTTP {refusal.status}: {refusal.message}", "output_tokens": 0,
-                }
-            )  # fmt: skip
+            told = {"rid": rid, "time_s": time_s, "arrived_s": arrived_s, "status": status, "reason": reason}
+            self.journal.write({"event": "outcome", **told, "instance": instance, **more})

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import secrets
 import time
 from dataclasses import dataclass, field
 
@@ -15,18 +17,25 @@ from aiohttp import web
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.foresight import Foresight
+from astrolabe_lab.prefix_record import PrefixRecord
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream as random_stream
 from astrolabe_lab.serve.counters import Counters
-from astrolabe_lab.serve.dispatch import Decision, Dispatch
+from astrolabe_lab.serve.dispatch import Decision, Dispatch, Unanswered
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.journal import Journal
 from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.live_view import LiveView
-from astrolabe_lab.serve.openai_api import PATHS, Refusal, parse
+from astrolabe_lab.serve.openai_api import PATHS, Asked, Refusal, parse
+from astrolabe_lab.serve.pages import Pages, check_key
+from astrolabe_lab.serve.prompt_prefix import BLOCK_TOKENS, prefix_blocks
 from astrolabe_lab.serve.records import Records
 from astrolabe_lab.serve.remote import RemotePredictors
+from astrolabe_lab.serve.watch import Watch
 from astrolabe_lab.sim.view import check_choice
+
+log = logging.getLogger(__name__)
+ENGINE_KEEP_ALIVE_S = 3.0  # below uvicorn's 5 s, lest a request leaves on a connection that the engine is closing
 
 
 @dataclass
@@ -35,7 +44,7 @@ class Router:
 
     ``models``: the names it answers to; ``lengths``: ``async (Asked) -> (predicted_tokens, source)``;
     ``count_tokens``: ``async (Asked) -> (prompt_tokens, source)``; ``time_scale``: wall s per modelled s. Stateless
-    but for its own ledger and counters: several routers may serve one cluster.
+    but for its own ledger, counters and record of prefixes: several routers may serve one cluster.
     """
 
     instances: list[Instance]
@@ -58,12 +67,16 @@ class Router:
     def __post_init__(self):
         if not self.instances:
             raise InputError("a router needs at least one engine")
-        self._next_rid = int(time.time() * 1e3) << 20
-        self._rng = random_stream(self.seed, "policy")
+        # Two routers over one cluster must not give one number twice, even if they started together.
+        self._next_rid = (int(time.time() * 1e3) << 20) + secrets.randbits(20)
         self.records = Records(self.now_s, self.policy_name, self.journal, self.keep_prompts)
+        self.prefixes = PrefixRecord(
+            BLOCK_TOKENS, {i.index: i.engine.usable_blocks * i.engine.block_size for i in self.instances}
+        )
+        self.in_flight = 0
+        self.draining = False
         self._dispatch: Dispatch | None = None
-        self._draining = False
-        self._in_flight = 0
+        self.records.begin(self)
 
     def now_s(self) -> float:
         """Modelled seconds of the host's monotonic clock, which the engines' statuses use too."""
@@ -84,19 +97,18 @@ class Router:
     # the application
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=self.limits.body_bytes, handler_args={"access_log": None})
+        app = web.Application(
+            client_max_size=self.limits.body_bytes, handler_args={"access_log": None}, middlewares=[openai_errors]
+        )
         for path in PATHS:
             app.router.add_post(path, self.serve)
-        app.router.add_get("/v1/models", self.list_models)
-        app.router.add_get("/healthz", self.healthz)
-        app.router.add_get("/health", self.healthz)
-        app.router.add_get("/metrics", self.metrics)
+        Pages(self).add_to(app)
         app.cleanup_ctx.append(self._running)
         app.on_shutdown.append(self._drain)
         return app
 
     async def _running(self, app):
-        connector = aiohttp.TCPConnector(limit=0, force_close=False, keepalive_timeout=30)
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEP_ALIVE_S)
         session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
         self._dispatch = Dispatch(
             session, self.now_s, self.time_scale, self.limits, self.records, self.name_requests, self.count_tokens,
@@ -104,11 +116,13 @@ class Router:
         )  # fmt: skip
         if self.ask is not None:
             await self.ask.open()
-        probing = asyncio.create_task(self._probe(session))
+        watching = asyncio.create_task(
+            Watch(session, self.instances, self.now_s, self.time_scale, self.limits).run()
+        )  # fmt: skip
         yield
-        probing.cancel()
+        watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await probing
+            await watching
         await session.close()
         if self.ask is not None:
             await self.ask.close()
@@ -118,58 +132,59 @@ class Router:
             await asyncio.to_thread(self.journal.close)
 
     async def _drain(self, app) -> None:
-        self._draining = True
+        self.draining = True
         deadline = time.monotonic() + self.limits.drain_s
-        while self._in_flight and time.monotonic() < deadline:
+        while self.in_flight and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 
     # the data path
 
     async def serve(self, http: web.Request) -> web.StreamResponse:
-        """One request, from its arrival to its row in the journal."""
+        """One request, from its arrival to its one row in the journal."""
         arrived_s = self.now_s()
         self._next_rid += 1
         rid = self._next_rid
+        self.in_flight += 1
+        request = None
         try:
             self._admit(http)
+            request, asked, origins = await self._read(http, rid, arrived_s)
+            return await self._serve(http, request, asked, origins)
         except Refusal as refusal:
-            return self._refuse(refusal, rid, arrived_s)
-        self._in_flight += 1
-        try:
-            return await self._serve(http, rid, arrived_s)
-        except Refusal as refusal:
-            return self._refuse(refusal, rid, arrived_s)
+            self.records.refusal(refusal, rid, arrived_s)
+            return as_response(refusal, {"X-Request-Id": str(rid)})
+        except asyncio.CancelledError:
+            self.records.left(rid, arrived_s)
+            raise
+        except Exception as error:  # whatever it is: the request still gets its answer and its row
+            log.exception("request %d", rid)
+            refusal = Refusal(500, f"the router failed ({type(error).__name__}: {error})", "internal_error")
+            self.records.refusal(refusal, rid, arrived_s)
+            return as_response(refusal, {"X-Request-Id": str(rid)})
         finally:
-            self._in_flight -= 1
+            self.in_flight -= 1
+            self.records.forget(rid)
 
-    async def _serve(self, http: web.Request, rid: int, arrived_s: float) -> web.StreamResponse:
+    def _admit(self, http: web.Request) -> None:
+        check_key(self.api_key, http.headers.get("authorization"))
+        if self.draining:
+            raise Refusal(503, "the router is shutting down", "unavailable", headers={"Retry-After": "1"})
+        if self.in_flight > self.limits.in_flight:
+            self.records.counters.throttled += 1
+            raise Refusal(
+                429, f"the router has {self.in_flight - 1} requests in flight, its bound; try again in a moment",
+                "rate_limit_exceeded", "queue_full", {"Retry-After": "1"},
+            )  # fmt: skip
+
+    async def _read(self, http: web.Request, rid: int, arrived_s: float) -> tuple[Request, Asked, tuple[str, str]]:
+        """The request with what a policy may know of it; where its two token counts came from."""
         asked = parse(http.path, await self._body(http), http.headers, self.models)
         (prompt_tokens, counted), (predicted, tagged) = await asyncio.gather(
             self.count_tokens(asked), self.lengths(asked)
         )
         self.records.counters.lengths[tagged] += 1
-        request = Request(rid, arrived_s, max(prompt_tokens, 1), predicted, asked.slo)
-        tried: set[int] = set()
-        for attempt in range(self.limits.tries):
-            decision = await self._choose(request, tried)
-            self.records.decision(asked, request, decision, attempt, counted, tagged)
-            outcome = await self._dispatch(http, asked, request, decision)
-            if outcome is not None:
-                return outcome
-            tried.add(decision.instance.index)
-            self.records.counters.retries += 1
-        raise Refusal(502, f"no engine answered in {self.limits.tries} tries; try again", "upstream_error")
-
-    def _admit(self, http: web.Request) -> None:
-        check_key(self.api_key, http.headers.get("authorization"))
-        if self._draining:
-            raise Refusal(503, "the router is shutting down", "unavailable", headers={"Retry-After": "1"})
-        if self._in_flight >= self.limits.in_flight:
-            self.records.counters.throttled += 1
-            raise Refusal(
-                429, f"the router has {self._in_flight} requests in flight, its bound; try again in a moment",
-                "rate_limit_exceeded", "queue_full", {"Retry-After": "1"},
-            )  # fmt: skip
+        request = Request(rid, arrived_s, max(prompt_tokens, 1), predicted, asked.slo, prefix_blocks(asked))
+        return request, asked, (counted, tagged)
 
     async def _body(self, http: web.Request) -> bytes:
         try:
@@ -178,89 +193,96 @@ class Router:
             raise Refusal(413, f"the body is larger than {self.limits.body_bytes} bytes") from None
         except TimeoutError:
             raise Refusal(408, "the body did not arrive in time") from None
+        except ConnectionError:
+            raise asyncio.CancelledError("the client went away") from None
+        except (web.RequestPayloadError, web.HTTPException, ValueError) as error:
+            raise Refusal(400, f"the body cannot be read: {error}") from None
 
-    async def _choose(self, request: Request, tried: set[int]) -> Decision:
+    async def _serve(self, http, request: Request, asked: Asked, origins: tuple[str, str]) -> web.StreamResponse:
+        tried: dict[int, Unanswered] = {}
+        while True:
+            decision = await self._choose(request, tried)
+            self.records.decision(asked, request, decision, len(tried), *origins)
+            answer = await self._dispatch(http, asked, request, decision)
+            if not isinstance(answer, Unanswered):
+                return answer
+            tried[decision.instance.index] = answer
+            self.records.counters.retries += 1
+            if len(tried) >= self.limits.tries or sum(t.reached for t in tried.values()) >= self.limits.failures:
+                raise _given_up(tried)
+
+    async def _choose(self, request: Request, tried: dict[int, Unanswered]) -> Decision:
         started = time.perf_counter()
         now_s = self.now_s()
         available = [i for i in self.instances if i.index not in tried and i.available(now_s)]
         if not available and tried:
-            raise Refusal(
-                502, f"{len(tried)} engines were tried and none answered; try again", "upstream_error",
-                headers={"Retry-After": "1"},
-            )  # fmt: skip
+            raise _given_up(tried)
         if not available:
             raise Refusal(
                 503, f"none of the {len(self.instances)} engines is available; try again in a moment", "unavailable",
                 headers={"Retry-After": "1"},
             )  # fmt: skip
-        view = LiveView(available, now_s, self.ask)
+        view = LiveView(available, now_s, self.ask, self.prefixes)
+        # Draws of its own for each decision: a replay that begins anywhere draws alike.
+        rng = decision_stream(self.seed, request.rid, len(tried))
         if self.ask is None:
-            chosen = self.policy.choose(request, view, self._rng)
-        else:  # in a thread, which may wait for the sidecars; with draws of its own, as decisions overlap
-            own = random_stream(self.seed, f"policy {request.rid}")
-            chosen = await asyncio.to_thread(self.policy.choose, request, view, own)
-        index = check_choice(chosen, len(view), self.policy_name)
-        instance = available[index]
-        instance.breaker.sent(now_s)
-        return Decision(instance, view, time.perf_counter() - started)
-
-    def _refuse(self, refusal: Refusal, rid: int, arrived_s: float) -> web.Response:
-        self.records.refusal(refusal, rid, arrived_s)
-        return _answer(refusal, {"X-Request-Id": str(rid)})
-
-    # beside the data path
-
-    async def _probe(self, session: aiohttp.ClientSession) -> None:
-        """Ask every engine for its health, for ever."""
-        while True:
-            await asyncio.gather(*(self._probe_one(session, instance) for instance in self.instances))
-            await asyncio.sleep(self.limits.probe_s * self.time_scale)
-
-    async def _probe_one(self, session: aiohttp.ClientSession, instance: Instance) -> None:
-        timeout = aiohttp.ClientTimeout(total=max(1.0, self.limits.probe_s * self.time_scale))
-        try:
-            async with session.get(instance.url + "/health", timeout=timeout) as answer:
-                ok = answer.status == 200
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            ok = False
-        instance.health.probed(ok)
-
-    async def list_models(self, http: web.Request) -> web.Response:
-        try:
-            check_key(self.api_key, http.headers.get("authorization"))
-        except Refusal as refusal:
-            return _answer(refusal)
-        longest = min(instance.engine.max_model_len for instance in self.instances)
-        entries = [
-            {"id": m, "object": "model", "created": 0, "owned_by": "astrolabe", "max_model_len": longest}
-            for m in self.models
-        ]
-        about = {"source": self.source, "time_scale": self.time_scale, "policy": self.policy_name, "seed": self.seed}
-        return web.json_response({"object": "list", "data": entries, "astrolabe": about})
-
-    async def healthz(self, http: web.Request) -> web.Response:
-        now_s = self.now_s()
-        available = sum(instance.available(now_s) for instance in self.instances)
-        ok = available > 0 and not self._draining
-        return web.json_response(
-            {"ok": ok, "available": available, "engines": len(self.instances)}, status=200 if ok else 503
-        )
-
-    async def metrics(self, http: web.Request) -> web.Response:
-        return web.Response(body=self.records.counters.exposition(self), content_type="text/plain")
+            chosen = self.policy.choose(request, view, rng)
+        else:  # in a thread, which may wait for the sidecars
+            chosen = await asyncio.to_thread(self.policy.choose, request, view, rng)
+        instance = available[check_choice(chosen, len(view), self.policy_name)]
+        decided_s = self.now_s()
+        instance.breaker.sent(decided_s)
+        if request.prefix_blocks:
+            self.prefixes.sent(request, instance.index, decided_s)
+        return Decision(instance, view, decided_s, time.perf_counter() - started)
 
 
-def _answer(refusal: Refusal, headers: dict | None = None) -> web.Response:
+def decision_stream(seed: int, rid: int, attempt: int):
+    """The generator that a policy draws from in this decision."""
+    return random_stream(seed, f"policy {rid} {attempt}")
+
+
+def _given_up(tried: dict[int, Unanswered]) -> Refusal:
+    """What the client is told after the last try: the engine's own error, where one gave any."""
+    last = list(tried.values())[-1]
+    if last.status is not None:
+        return EngineRefusal(last)
+    if sum(t.reached for t in tried.values()) > 1:
+        why = f"{len(tried)} engines failed while they had this request, so no other is tried"
+        return Refusal(502, f"{why} ({last.reason})", "upstream_error", "engines_failed")
+    why = f"{len(tried)} engines were tried and none answered"
+    return Refusal(502, f"{why} ({last.reason})", "upstream_error", "no_answer", {"Retry-After": "1"})
+
+
+class EngineRefusal(Refusal):
+    """An engine's own error, passed on as it came."""
+
+    def __init__(self, answer: Unanswered):
+        super().__init__(answer.status, answer.reason)
+        self._answer = answer
+        self.content_type = answer.kind
+
+    def body(self) -> bytes:
+        return self._answer.body
+
+
+def as_response(refusal: Refusal, headers: dict | None = None) -> web.Response:
+    """The refusal over HTTP."""
     headers = {**(headers or {}), **refusal.headers}
-    return web.Response(status=refusal.status, body=refusal.body(), content_type="application/json", headers=headers)
+    return web.Response(
+        status=refusal.status, body=refusal.body(), content_type=refusal.content_type, headers=headers
+    )  # fmt: skip
 
 
-def check_key(key: str | None, authorization: str | None) -> None:
-    """Raise Refusal unless ``authorization`` carries the key (where one is asked for)."""
-    import hmac
-
-    if key is None:
-        return
-    given = (authorization or "").removeprefix("Bearer ")
-    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), key.encode()):
-        raise Refusal(401, "the API key is missing or wrong: send Authorization: Bearer KEY", "authentication_error")
+@web.middleware
+async def openai_errors(http: web.Request, handler):
+    """Refusals, and aiohttp's own (no such path, no such method), in OpenAI's shape."""
+    try:
+        return await handler(http)
+    except Refusal as refusal:
+        return as_response(refusal)
+    except web.HTTPException as error:
+        if error.status < 400:
+            raise
+        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
+        return as_response(Refusal(error.status, f"{http.method} {http.path}: {error.reason}", headers=allow))

@@ -25,6 +25,10 @@ from astrolabe_lab.serve.instance import Instance
 
 VERSION = 1
 MOST_DISPATCHED = 4096
+WITHOUT = {
+    "ledger": "the engine publishes no status that can be believed; is it up?",
+    "stale": "the engine's step has begun and does not end; is it stuck?",
+}
 
 
 class Dispatched(BaseModel):
@@ -86,7 +90,7 @@ def application(instance: Instance, time_scale: float = 1.0) -> FastAPI:
             status, source = instance.status(at_s)
             if source != "published":
                 asked.labels("no_status").inc()
-                return _error(503, "the engine publishes no status; is it up?")
+                return _error(503, WITHOUT[source])
             request = Request(-1, at_s - question.waited_s, question.prompt_tokens, question.predicted_tokens)
             shown = set(status.rows["rid"].tolist())
             dispatched = [
@@ -104,7 +108,7 @@ def application(instance: Instance, time_scale: float = 1.0) -> FastAPI:
     async def status():
         found, source = instance.status(now_s())
         if source != "published":
-            return _error(503, "the engine publishes no status; is it up?")
+            return _error(503, WITHOUT[source])
         return Response(found.to_json(), media_type="application/json")
 
     @app.get("/healthz")

@@ -13,15 +13,22 @@ from dataclasses import dataclass
 class Watcher:
     """Fed with the answer's bytes. ``tokens``: events that brought text (one token each, but under load vLLM may put
     several into one); ``counted``, ``prompt_tokens``: as the answer's usage says, where it has one; ``finish_reason``:
-    the last one seen; ``complete``: it ended properly."""
+    the first one seen; ``error``: (message, code or None) of an error event in a stream, which vLLM ends as properly
+    as any other; ``complete``: it ended properly."""
 
     stream: bool
     tokens: int = 0
     counted: int | None = None
     prompt_tokens: int | None = None
     finish_reason: str | None = None
+    error: tuple[str, int | None] | None = None
     complete: bool = False
     _left: bytes = b""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the answer, as its usage says, or as they were seen to pass."""
+        return self.tokens if self.counted is None else self.counted
 
     def feed(self, chunk: bytes) -> int:
         """Take in bytes; returns how many new events brought text."""
@@ -61,16 +68,34 @@ class Watcher:
     def _event(self, event) -> int:
         if not isinstance(event, dict):
             return 0
+        if event.get("error") is not None:
+            self._fail(event["error"])
         usage = event.get("usage")
         if isinstance(usage, dict):
-            self.prompt_tokens = usage.get("prompt_tokens", self.prompt_tokens)
-            self.counted = usage.get("completion_tokens", self.counted)
-            if not self.stream and isinstance(self.counted, int):
+            self.prompt_tokens = _count(usage, "prompt_tokens", self.prompt_tokens)
+            self.counted = _count(usage, "completion_tokens", self.counted)
+            if not self.stream and self.counted is not None:
                 self.tokens = self.counted
         found = 0
-        for choice in event.get("choices") or ():
-            self.finish_reason = choice.get("finish_reason") or self.finish_reason
-            delta = choice.get("delta") or {}
+        choices = event.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if not isinstance(choice, dict):
+                continue
+            self.finish_reason = self.finish_reason or choice.get("finish_reason")
+            delta = choice.get("delta")
+            delta = delta if isinstance(delta, dict) else {}
             if choice.get("text") or delta.get("content") or delta.get("reasoning") or delta.get("tool_calls"):
                 found = 1
         return found
+
+    def _fail(self, error) -> None:
+        if self.stream and self.error is None:
+            raw = error if isinstance(error, dict) else {"message": error}
+            code = raw.get("code")
+            is_number = isinstance(code, int) and not isinstance(code, bool)
+            self.error = (str(raw.get("message"))[:300], code if is_number else None)
+
+
+def _count(usage: dict, name: str, before: int | None) -> int | None:
+    value = usage.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else before

@@ -1,0 +1,61 @@
+"""``astrolabe replay``: a router's journal, decided again."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from astrolabe_lab.cli.values import whole
+
+SUMMARY = "decide a router's journal again, by any policy, and say what each choice would have cost"
+EXAMPLE = "astrolabe replay /tmp/journal.jsonl --policy least_loaded --out replayed.parquet"
+DETAILS = (
+    "On the statuses that the router saw. Regret: predicted E2E of the choice minus that of the best candidate. "
+    "With --out, a replay that was ended goes on where it was."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("journal", metavar="JOURNAL", help="what astrolabe route --journal wrote")
+    add("--policy", default="astrolabe:k=2", metavar="NAME[:key=value,...]", help="see astrolabe policies")
+    add("--preset", metavar="NAME", help="step cost to predict with, where the router had none")
+    add("--seed", type=whole(0), metavar="S", help="of the policy's draws (default: the router's own)")
+    add("--out", metavar="FILE", help="one row a decision: .parquet, .csv or .csv.gz")
+
+
+def replay(args: argparse.Namespace) -> tuple[dict, str]:
+    from astrolabe_lab.cost import preset
+    from astrolabe_lab.result import check_output, save
+    from astrolabe_lab.serve.replay import replay as decide_again
+    from astrolabe_lab.serve.replay import summary
+
+    out = check_output(args.out) if args.out else None
+    kept = Path(f"{out}.replaying") if out else None
+    if kept is not None and kept.exists():
+        print(f"replay: going on from {kept}", file=sys.stderr)
+
+    def progress(done: int) -> None:
+        if done % 5000 == 0:
+            print(f"replay: {done:,} decisions", file=sys.stderr, flush=True)
+
+    cost = preset(args.preset).cost if args.preset else None
+    frame = decide_again(args.journal, args.policy, args.seed, cost, kept, progress)
+    told = {"journal": args.journal, **summary(frame)}
+    text = [
+        f"{told['decisions']:,} decisions under {told['policy']}, {told['agreement']:.1%} as the router's own",
+        f"regret        mean {told['regret_mean_s']:.4f} s   p99 {told['regret_p99_s']:.4f} s   "
+        f"best of the candidates {told['best_share']:.1%}",
+        f"router's own  mean {told['recorded_regret_mean_s']:.4f} s   p99 {told['recorded_regret_p99_s']:.4f} s   "
+        f"best of the candidates {told['recorded_best_share']:.1%}",
+    ]
+    if told["torn_line"] is not None:
+        text.append(f"line {told['torn_line']} is torn (its writer ended while it wrote) and was left out")
+    if told["without_status"]:
+        text.append(f"{told['without_status']:,} decisions hold no statuses and were left out")
+    if out:
+        save(frame, out, **frame.attrs)
+        told["out"] = str(out)
+        text.append(f"wrote {out}")
+    return told, "\n".join(text)

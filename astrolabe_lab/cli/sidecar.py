@@ -1,0 +1,52 @@
+"""``astrolabe sidecar``: one engine's Predictor as a service."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from astrolabe_lab.cli.values import whole
+from astrolabe_lab.errors import InputError
+
+SUMMARY = "serve the Predictor of one engine, for routers that do not predict themselves"
+EXAMPLE = "astrolabe sidecar --cluster /tmp/cluster --instance 0 --port 8101"
+DETAILS = "Prints one JSON line with its URL when it serves, then stays until SIGTERM."
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--cluster", required=True, metavar="DIR", help="folder of a cluster that astrolabe launch started")
+    add("--instance", required=True, type=whole(0), metavar="I", help="which of its engines")
+    add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
+    add("--port", type=whole(0), default=0, metavar="P", help="to listen on (default: a free one)")
+
+
+def sidecar(args: argparse.Namespace) -> tuple[None, None]:
+    import socket
+
+    import uvicorn
+
+    from astrolabe_lab.predictor import Predictor
+    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.serve.instance import Instance
+    from astrolabe_lab.serve.sidecar import application
+
+    cluster = read_cluster(args.cluster)
+    if args.instance >= len(cluster.engines):
+        raise InputError(f"instance {args.instance}: the cluster has engines 0..{len(cluster.engines) - 1}")
+    engine = cluster.engines[args.instance]
+    predictor = Predictor(cluster.config, cluster.cost)
+    instance = Instance(args.instance, engine["url"], cluster.config, predictor, Path(engine["status"]))
+    listener = socket.socket()
+    try:
+        listener.bind((args.host, args.port))
+    except OSError as error:
+        raise InputError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from None
+    app = application(instance, cluster.time_scale)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
+    url = f"http://{args.host}:{listener.getsockname()[1]}"
+    print(json.dumps({"url": url, "instance": args.instance}), file=sys.__stdout__, flush=True)
+    server.run([listener])
+    return None, None

@@ -1,0 +1,55 @@
+"""Beside the data path: asking every engine, again and again, whether it is well and how busy it is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import aiohttp
+
+from astrolabe_lab.serve.instance import Instance
+from astrolabe_lab.serve.limits import Limits
+from astrolabe_lab.serve.scrape import read_gauges
+
+
+@dataclass
+class Watch:
+    """``run`` asks for ever: health of all, and the gauges at ``/metrics``, which stand in for a published status
+    where there is none and tell mean times everywhere."""
+
+    session: aiohttp.ClientSession
+    instances: list[Instance]
+    now_s: Callable[[], float]
+    time_scale: float
+    limits: Limits
+
+    async def run(self) -> None:
+        """Never returns; no answer of an engine ends it."""
+        await asyncio.gather(*(asking for i in self.instances for asking in (self._health(i), self._gauges(i))))
+
+    async def _health(self, instance: Instance) -> None:
+        timeout = aiohttp.ClientTimeout(total=max(1.0, self.limits.probe_s * self.time_scale))
+        while True:
+            try:
+                async with self.session.get(instance.url + "/health", timeout=timeout) as answer:
+                    ok = answer.status == 200
+            except (aiohttp.ClientError, TimeoutError, OSError):
+                ok = False
+            instance.health.probed(ok)
+            await asyncio.sleep(self.limits.probe_s * self.time_scale)
+
+    async def _gauges(self, instance: Instance) -> None:
+        """An engine that does not tell keeps its last gauges: silence is not idleness."""
+        timeout = aiohttp.ClientTimeout(total=max(1.0, self.limits.probe_s * self.time_scale))
+        every_s = self.limits.scrape_s if instance.status_path is None else self.limits.probe_s
+        while True:
+            asked_s = self.now_s()
+            try:
+                async with self.session.get(instance.url + "/metrics", timeout=timeout) as answer:
+                    if answer.status == 200:
+                        text = await answer.text(errors="replace")
+                        instance.gauges = read_gauges(text, asked_s, self.time_scale)
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+                instance.gauge_faults += 1
+            await asyncio.sleep(every_s * self.time_scale)

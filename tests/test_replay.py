@@ -1,0 +1,245 @@
+"""A journal decided again: as it was by the policy that made it, and with a regret for every other."""
+
+import asyncio
+import json
+import math
+import random
+
+import numpy as np
+import pandas as pd
+import pytest
+from scripted_engine import scripted_engines
+from test_router import MODEL, ask, routed
+
+from astrolabe_lab import policies
+from astrolabe_lab.cli import main
+from astrolabe_lab.cost import preset
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.foresight import Foresight
+from astrolabe_lab.predictor import Predictor
+from astrolabe_lab.request import Request
+from astrolabe_lab.serve import journal
+from astrolabe_lab.serve.replay import replay, summary
+from astrolabe_lab.serve.status_line import pack, unpack
+from astrolabe_lab.sim.config import EngineConfig
+
+PRESET = preset("llama2-7b-a30")
+CONFIG = EngineConfig.from_dict(PRESET.engine)
+N = 40
+
+
+def record(path, policy, n=N, engines=4, seed=0):
+    """A journal of n requests that this policy dispatched to scripted engines with Predictors; the order of ends is
+    left to chance."""
+    kind = getattr(policies.parse(policy), "foresight", "none")
+    foresight = Foresight(kind, engines) if kind != "none" else None
+    dice = random.Random(1)
+
+    async def story():
+        async with (
+            scripted_engines(engines, token_s=0.004) as served,
+            routed(
+                served,
+                path,
+                policy,
+                config=CONFIG,
+                predictors=lambda: Predictor(CONFIG, PRESET.cost, foresight=foresight),
+                seed=seed,
+                foresight=foresight,
+            ) as (router, session, url),
+        ):
+            router.warm_up()
+
+            async def one():
+                await asyncio.sleep(dice.random() * 0.5)
+                words = "w " * dice.randrange(10, 2000)
+                tokens = dice.randrange(4, 40)
+                headers = {"X-Predicted-Tokens": str(dice.randrange(1, 400))}
+                body = {"model": MODEL, "prompt": words, "max_tokens": tokens, "stream": True}
+                async with session.post(url + "/v1/completions", json=body, headers=headers) as answer:
+                    assert answer.status == 200
+                    await answer.read()
+
+            await asyncio.gather(*(one() for _ in range(n)))
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    path = tmp_path_factory.mktemp("journal") / "j"
+    record(path, "astrolabe:k=2")
+    return path
+
+
+@pytest.mark.parametrize("policy", ["random", "round_robin", "po2_requests", "kv_cost", "astrolabe:k=3,foresight=both"])
+def test_a_journal_s_own_policy_decides_as_it_did(tmp_path, policy):
+    record(tmp_path / "j", policy, n=30)
+    again = replay(tmp_path / "j", policy)
+    assert len(again) == 30
+    assert (again["instance"] == again["recorded_instance"]).all()
+    assert again["regret_s"].tolist() == again["recorded_regret_s"].tolist()
+
+
+def test_predictions_made_again_are_those_that_were_made(recorded):
+    again = replay(recorded, "astrolabe:k=2")
+    assert (again["instance"] == again["recorded_instance"]).all()
+    made = {e["rid"]: e["predicted_e2e_s"] for e in journal.read(recorded) if e["event"] == "decision"}
+    for row in again.itertuples():
+        assert row.predicted_e2e_s == made[row.rid][str(row.instance)]
+
+
+def test_full_fan_out_has_no_regret_and_no_policy_has_less(recorded):
+    fan_out = replay(recorded, "astrolabe:k=all")
+    assert (fan_out["regret_s"] == 0.0).all()
+    for policy in ("random", "least_loaded", "astrolabe:k=2", "min_tokens"):
+        frame = replay(recorded, policy, seed=3)
+        assert (frame["regret_s"] >= 0.0).all()
+        assert frame["recorded_regret_s"].tolist() == fan_out["recorded_regret_s"].tolist()
+        assert np.allclose(frame["predicted_e2e_s"] - frame["regret_s"], frame["best_e2e_s"])
+    blind = replay(recorded, "random", seed=3)["regret_s"].mean()
+    assert blind > replay(recorded, "astrolabe:k=3", seed=3)["regret_s"].mean()
+
+
+def test_what_was_measured_is_told_only_where_the_policy_did_the_same(recorded):
+    frame = replay(recorded, "random", seed=5)
+    same = frame["instance"] == frame["recorded_instance"]
+    assert 0 < same.sum() < len(frame)
+    assert frame["measured_e2e_s"].notna().tolist() == same.tolist()
+    assert frame["measured_regret_s"].isna().all()  # nobody knows how the others would have fared
+    ended = {e["rid"]: e["e2e_s"] for e in journal.read(recorded) if e["event"] == "outcome"}
+    for row in frame[same].itertuples():
+        assert row.measured_e2e_s == ended[row.rid]
+
+
+def test_probes_of_all_candidates_make_the_regret_a_measured_one(recorded, tmp_path):
+    lines = []
+    for entry in journal.read(recorded):
+        lines.append(journal.line_of(entry))
+        if entry["event"] == "outcome":
+            others = [i for i in range(4) if i != entry["instance"]]
+            for j, i in enumerate(others):
+                probe = {"event": "probe", "rid": entry["rid"], "instance": i, "e2e_s": entry["e2e_s"] + j - 1}
+                lines.append(journal.line_of(probe))
+    (tmp_path / "probed").write_bytes(b"".join(lines))
+    frame = replay(tmp_path / "probed", "astrolabe:k=2")
+    assert np.allclose(frame["measured_regret_s"], 1.0)  # the first of the others was a second faster
+    assert summary(frame)["measured_regret_mean_s"] == pytest.approx(1.0)
+
+
+def test_a_replay_is_the_same_every_time_and_wherever_it_is_ended(recorded, tmp_path):
+    for policy in ("astrolabe:k=2", "round_robin", "astrolabe:k=2,foresight=both"):
+        whole = replay(recorded, policy, seed=9)
+        kept = tmp_path / f"kept-{policy}"
+
+        def stop(done, at=17):
+            if done == at:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            replay(recorded, policy, seed=9, kept_in=kept, progress=stop)
+        assert len(kept.read_text().splitlines()) == 18  # and who it is of
+        kept.write_text(kept.read_text() + '{"rid": 5, "att')  # killed while it wrote
+        pd.testing.assert_frame_equal(replay(recorded, policy, seed=9, kept_in=kept), whole)
+        assert not kept.exists()
+
+
+def test_rows_kept_of_another_replay_are_not_taken(recorded, tmp_path):
+    kept = tmp_path / "kept"
+
+    def stop(done):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        replay(recorded, "random", seed=1, kept_in=kept, progress=stop)
+    pd.testing.assert_frame_equal(
+        replay(recorded, "random", seed=2, kept_in=kept), replay(recorded, "random", seed=2)
+    )  # fmt: skip
+
+
+def test_a_torn_last_line_is_left_out_and_said_and_a_damaged_one_is_an_error(recorded, tmp_path, capsys):
+    torn = tmp_path / "torn"
+    lines = recorded.read_bytes().splitlines(keepends=True)
+    last = max(j for j, line in enumerate(lines) if b'"event":"decision"' in line)
+    torn.write_bytes(b"".join(lines[:last]) + lines[last][:60])
+    frame = replay(torn, "random")
+    assert len(frame) == N - 1
+    assert frame.attrs["torn_line"] == last + 1
+    assert main(["replay", str(torn), "--policy", "random"]) == 0
+    assert f"line {last + 1} is torn" in capsys.readouterr().out
+    torn.write_bytes(b"".join(lines[:last]) + lines[last][:60] + b"\n")
+    with pytest.raises(InputError, match=f"line {last + 1}: not JSON"):
+        replay(torn, "random")
+
+
+def test_a_status_survives_the_journal_exactly(recorded):
+    seen = [s for e in journal.read(recorded) if e["event"] == "decision" for s in e["statuses"]]
+    assert any(s["n_rows"] > 3 for s in seen)
+    for packed in seen:
+        status = unpack(packed)
+        assert pack(status) == packed
+        assert type(status).from_json(status.to_json()).rows.tolist() == status.rows.tolist()
+    with pytest.raises(InputError, match="not one that a journal holds"):
+        unpack({"taken_s": 1.0})
+
+
+def test_decisions_of_an_earlier_journal_are_counted_and_a_headless_one_is_refused(recorded, tmp_path):
+    entries = list(journal.read(recorded))
+    old = [{k: v for k, v in e.items() if k != "statuses"} for e in entries]
+    (tmp_path / "old").write_bytes(b"".join(map(journal.line_of, old)))
+    frame = replay(tmp_path / "old", "random")
+    assert frame.empty and frame.attrs["without_status"] == N
+    (tmp_path / "headless").write_bytes(b"".join(map(journal.line_of, entries[1:])))
+    with pytest.raises(InputError, match="no router line"):
+        replay(tmp_path / "headless", "random")
+    entries[1] = {**entries[1], "statuses": [{}] * 4}
+    (tmp_path / "damaged").write_bytes(b"".join(map(journal.line_of, entries)))
+    with pytest.raises(InputError, match=f"request {entries[1]['rid']}"):
+        replay(tmp_path / "damaged", "random")
+
+
+def test_a_router_without_predictors_is_replayed_with_a_named_step_cost(tmp_path):
+    async def story():
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j") as (_, session, url):
+            for _ in range(4):
+                await ask(session, url)
+
+    asyncio.run(asyncio.wait_for(story(), 30))
+    with pytest.raises(InputError, match="no Predictors"):
+        replay(tmp_path / "j", "least_loaded")
+    frame = replay(tmp_path / "j", "astrolabe:k=2", cost=PRESET.cost)
+    assert (frame["regret_s"] == 0).all() and len(frame) == 4
+
+
+def test_what_fits_nowhere_has_no_regret(recorded, tmp_path):
+    entries = list(journal.read(recorded))
+    entries[1] = {**entries[1], "prompt_tokens": 10**6}
+    (tmp_path / "long").write_bytes(b"".join(map(journal.line_of, entries)))
+    first = replay(tmp_path / "long", "astrolabe:k=2").iloc[0]
+    assert math.isnan(first["regret_s"]) and first["best_instance"] == -1
+
+
+def test_the_command_prints_one_json_object_and_writes_a_row_a_decision(recorded, tmp_path, capsys):
+    out = tmp_path / "r.parquet"
+    assert main(["replay", str(recorded), "--policy", "least_loaded", "--out", str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["decisions"] == N == len(pd.read_parquet(out))
+    assert 0 <= told["recorded_best_share"] <= 1 and told["recorded_regret_mean_s"] >= 0
+    assert main(["replay", str(tmp_path / "nothing"), "--json"]) == 2
+    assert "cannot be read" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_a_predictor_asked_on_the_recorded_status_says_what_the_row_says(recorded):
+    """The oracle: the Predictor by hand, on one entry."""
+    decisions = [e for e in journal.read(recorded) if e["event"] == "decision"]
+    entry = max(decisions, key=lambda e: sum(s["n_rows"] for s in e["statuses"]))
+    request = Request(entry["rid"], entry["arrived_s"], entry["prompt_tokens"], entry["predicted_tokens"])
+    own = [
+        Predictor(CONFIG, PRESET.cost)
+        .predict(unpack(status), request, "e2e_s", now_s=entry["time_s"], dispatched=[tuple(d) for d in sent])
+        .e2e_s
+        for status, sent in zip(entry["statuses"], entry["unseen"], strict=True)
+    ]
+    row = replay(recorded, "random").set_index("rid").loc[entry["rid"]]
+    assert row["best_e2e_s"] == min(own)
+    assert row["recorded_regret_s"] == own[entry["instance"]] - min(own)
