@@ -103,6 +103,7 @@ def _parse(argv):
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command; building it imports nothing heavy."""
     from astrolabe_lab.cli import bench as cli_bench
+    from astrolabe_lab.cli import calibrate as cli_calibrate
     from astrolabe_lab.cli import capacity as cli_capacity
     from astrolabe_lab.cli import compare as cli_compare
     from astrolabe_lab.cli import feedback as cli_feedback
@@ -196,6 +197,8 @@ def build_parser() -> argparse.ArgumentParser:
     route = add("route", cli_live.route, cli_live.ROUTE_SUMMARY, cli_live.ROUTE_EXAMPLE, cli_live.ROUTE_DETAILS)
     cli_live.add_route(route)
     cli_bench.add_arguments(add("bench", cli_bench.bench, cli_bench.SUMMARY, cli_bench.EXAMPLE, cli_bench.DETAILS))
+    for command, module in (("calibrate", cli_calibrate),):
+        module.add_arguments(add(command, getattr(module, command), module.SUMMARY, module.EXAMPLE, module.DETAILS))
 
     for command, module in (("replay", cli_replay), ("sidecar", cli_sidecar)):
         module.add_arguments(add(command, getattr(module, command), module.SUMMARY, module.EXAMPLE, module.DETAILS))

@@ -1,0 +1,114 @@
+"""Whether running engines still take the time they were calibrated to take."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from astrolabe_lab.cost import StepCost
+from astrolabe_lab.sim.state import RUNNING
+from astrolabe_lab.sim.status import Status
+
+
+@dataclass
+class DriftWatch:
+    """Compares statuses of one engine as time goes by with its calibrated step cost.
+
+    Between two looks, the stream that got most tokens tells how many steps there were; their price is compared with the
+    time that passed. Only stretches in which the same streams decoded throughout and no prompt was computed count.
+    ``ratio``: median of observed over calibrated step times of the last ``window`` stretches; ``alarm``: it is more
+    than ``tolerance`` off, with ``least`` stretches seen.
+    """
+
+    cost: StepCost
+    tolerance: float = 0.15
+    window: int = 60
+    least: int = 12
+    steps_a_look: int = 8
+    observed: int = 0
+    _ratios: deque = field(default_factory=lambda: deque(maxlen=60), repr=False)
+    _last: tuple[float, dict[int, tuple[int, int]]] | None = field(default=None, repr=False)
+
+    def __post_init__(self):
+        self._ratios = deque(maxlen=self.window)
+
+    def look(self, status: Status, now_s: float) -> float | None:
+        """Take in a status read at ``now_s`` (modelled s). Returns the ratio it adds, or None."""
+        rows = status.rows[(status.rows["state"] == RUNNING)]
+        decoding = {
+            int(r["rid"]): (int(r["prompt"]), int(r["generated"])) for r in rows if r["computed"] >= r["prompt"]
+        }
+        steady = len(decoding) == len(rows) == len(status.rows) and decoding
+        if not steady or self._last is None or self._last[1].keys() != decoding.keys():
+            self._last = (now_s, decoding) if steady else None
+            return None
+        begun_s, before = self._last
+        steps = max(decoding[rid][1] - before[rid][1] for rid in decoding)
+        if steps < self.steps_a_look:
+            return None
+        self._last = (now_s, decoding)
+        context = sum(prompt + (generated + before[rid][1]) / 2 - 1 for rid, (prompt, generated) in decoding.items())
+        priced_s = steps * self.cost.step_seconds(len(decoding), len(decoding), context)
+        ratio = (now_s - begun_s) / priced_s
+        self._ratios.append(ratio)
+        self.observed += 1
+        return ratio
+
+    @property
+    def ratio(self) -> float:
+        """NaN before anything was observed."""
+        return float(np.median(self._ratios)) if self._ratios else math.nan
+
+    @property
+    def alarm(self) -> bool:
+        return len(self._ratios) >= self.least and abs(self.ratio - 1) > self.tolerance
+
+
+class DriftMonitor:
+    """A DriftWatch for each of a router's instances; ``run`` looks every ``every_s`` modelled s, until cancelled."""
+
+    def __init__(self, instances, cost: StepCost, now_s, time_scale: float = 1.0, every_s: float = 0.25, warn=None):
+        self.watches = {instance.index: DriftWatch(cost) for instance in instances}
+        self._instances, self._now_s, self._scale, self._every_s = instances, now_s, time_scale, every_s
+        self._warn = warn or (lambda line: None)
+        self._told: set[int] = set()
+
+    def look(self) -> None:
+        """One look at every instance; a first alarm is said aloud."""
+        for instance in self._instances:
+            now_s = self._now_s()
+            status, _ = instance.status(now_s)
+            watch = self.watches[instance.index]
+            watch.look(status, now_s)
+            if watch.alarm and instance.index not in self._told:
+                self._told.add(instance.index)
+                self._warn(
+                    f"drift: steps of instance {instance.index} take {watch.ratio:.2f} times what was calibrated; "
+                    "calibrate anew (astrolabe calibrate)"
+                )
+
+    async def run(self) -> None:
+        import asyncio
+
+        while True:
+            self.look()
+            await asyncio.sleep(self._every_s * self._scale)
+
+    def families(self):
+        """Prometheus families: the ratio and the alarm of every instance that was observed."""
+        from prometheus_client.core import GaugeMetricFamily
+
+        ratio = GaugeMetricFamily(
+            "astrolabe_step_drift_ratio", "Observed over calibrated step time", labels=["instance"]
+        )
+        alarm = GaugeMetricFamily(
+            "astrolabe_step_drift_alarm", "1: the calibration no longer holds", labels=["instance"]
+        )
+        for index, watch in self.watches.items():
+            if watch.observed:
+                ratio.add_metric([str(index)], watch.ratio)
+            alarm.add_metric([str(index)], int(watch.alarm))
+        return ratio, alarm

@@ -1,0 +1,105 @@
+"""``astrolabe calibrate``: five minutes against a cluster, and its constants in one file."""
+
+from __future__ import annotations
+
+import argparse
+
+from astrolabe_lab.cli.values import number, whole
+from astrolabe_lab.errors import InputError
+
+SUMMARY = "measure a cluster's constants: step cost, prefill, decode, transfers, KV capacity, SLO targets"
+EXAMPLE = "astrolabe calibrate --cluster /tmp/cluster --out C.json"
+DETAILS = (
+    "Streams requests of exact lengths, as a router would, for at most --budget-s; the engines should serve nothing "
+    "else meanwhile. Measured on the first engine (of each pool)."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--cluster", metavar="DIR", help="folder of a cluster that astrolabe launch started")
+    where.add_argument("--engines", metavar="URL,...", help="running vLLM engines, all of one kind")
+    where.add_argument("--prefill", metavar="URL,...", help="engines of the prefill pool (with --decode)")
+    where.add_argument("--simulate", metavar="PRESET", help="a simulated engine: what would be found, in no time")
+    add("--decode", metavar="URL,...", help="engines of the decode pool (with --prefill)")
+    add("--model", metavar="NAME", help="the served model (with URLs; default: the only one served)")
+    add("--device", metavar="NAME", help="what the engines run on (with URLs; default: this machine's)")
+    add(
+        "--engine",
+        default="",
+        metavar="key=value,...",
+        help="engine flags (default: as the engine says, or a preset's)",
+    )
+    add("--time-scale", type=number(above=0), default=1.0, metavar="X", help="wall s per modelled s (with URLs)")
+    add("--budget-s", type=number(above=0), default=300.0, metavar="S", help="at most so long (default: 300)")
+    add("--rounds", type=whole(1), default=8, metavar="N", help="at most so many passes over all cells (default: 8)")
+    add("--seed", type=whole(0), default=0, metavar="S", help="of the order of what is measured")
+    add("--out", required=True, metavar="FILE", help="the calibration, a .json file")
+    add("--figures", metavar="FILE", help="also its figures, an .html file")
+
+
+def calibrate(args: argparse.Namespace) -> tuple[dict, str]:
+    from astrolabe_lab.calibrate import calibrate as measure
+
+    if not args.out.endswith(".json"):
+        raise InputError(f"--out {args.out!r} must end in .json")
+    if bool(args.prefill) != bool(args.decode):
+        raise InputError("--prefill and --decode go together: the URLs of both pools")
+    found = measure(_target(args), budget_s=args.budget_s, seed=args.seed, rounds=args.rounds)
+    path = found.save(args.out)
+    if args.figures:
+        from astrolabe_lab.calibrate.figures import write_figures
+
+        write_figures(found, args.figures)
+    record = {
+        "out": str(path), "valid": found.valid, "gates": found.gates, "seconds": found.seconds,
+        "rounds": found.rounds, "residuals": found.residuals, "bends": list(found.bends),
+        "constants": found.constants().to_dict(), "figures": args.figures,
+    }  # fmt: skip
+    return record, describe(found, path)
+
+
+def _target(args):
+    if args.simulate:
+        from astrolabe_lab.calibrate import SimulatedTarget
+        from astrolabe_lab.cost import preset
+        from astrolabe_lab.sim.config import EngineConfig
+
+        chosen = preset(args.simulate)
+        config = EngineConfig.parse(args.engine, EngineConfig.from_dict(chosen.engine))
+        return SimulatedTarget(config, chosen.cost, overhead_s=0.007, jitter_s=0.002, seed=args.seed)
+    if args.cluster:
+        return args.cluster
+    from astrolabe_lab.calibrate.live import engines_at
+
+    return engines_at(
+        args.engines or args.prefill, args.decode, args.model, args.engine, args.device, args.time_scale
+    )  # fmt: skip
+
+
+def describe(found, path) -> str:
+    """What a person reads."""
+    lines = [
+        f"{found.model} on {found.device} ({found.source}), {found.rounds} rounds in {found.seconds:.0f} s",
+        f"prefill  {_ms(found.prefill_base_s)} + {found.prefill_token_s * 1e6:.1f} us a token, of a first token",
+        f"decode   {_ms(found.decode_s)} a step of one stream, {found.decode_slope_s * 1e3:.4f} ms each further one "
+        f"(contexts of {found.reference_tokens})",
+        f"KV cache {found.kv_blocks} blocks, {found.kv_tokens} tokens",
+        f"targets  TTFT {_ms(found.slo.ttft_s)}, TPOT {_ms(found.slo.tpot_s)} (tight; loose: {found.slo.loose:g} x)",
+    ]
+    if found.transfer:
+        lines.insert(2, f"transfer {_ms(found.transfer.latency_s)} + {_ms(found.transfer.per_block_s)} a block")
+    lines += [
+        f"{regime:8} {each['windows']} windows of steps, off by {each['mean_abs_pct']:.1f} % (mean), "
+        f"{each['worst_cell_pct']:.1f} % (worst cell){', tabulated' if regime in found.bends else ''}"
+        for regime, each in found.residuals.items()
+    ]
+    for name, gate in found.gates.items():
+        if not gate["ok"]:
+            lines.append(f"not valid: {name} is {gate['value']:.4f}, allowed {gate['bound']:g}")
+    return "\n".join([*lines, f"wrote {path}"])
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,199 @@
+"""Calibration against simulated engines whose constants are known: they are found again, through noise, in budget."""
+
+import json
+
+import numpy as np
+import pytest
+
+from astrolabe_lab import InputError
+from astrolabe_lab.calibrate import Calibration, Probe, SimulatedTarget, calibrate, load
+from astrolabe_lab.calibrate.cells import Decode, Mixed, Rough, chunked
+from astrolabe_lab.calibrate.live import read_tokens
+from astrolabe_lab.cost import StepCost, preset
+from astrolabe_lab.sim.config import EngineConfig
+
+CONFIG = EngineConfig(max_num_seqs=16, max_num_batched_tokens=256, num_gpu_blocks=512, max_model_len=2048)
+TRUTH = StepCost.parse(
+    "decode.base_s=0.012,decode.per_seq_s=2e-4,decode.per_kv_token_s=5e-7,mixed.base_s=0.014,mixed.per_token_s=1e-4,"
+    "mixed.per_seq_s=1e-4,mixed.per_kv_token_s=5e-7,mixed.attention_s=2e-8"
+)
+NAMES = [name for regime in ("decode", "mixed") for name in (f"{regime}.base_s", f"{regime}.per_seq_s",
+         f"{regime}.per_kv_token_s")] + ["mixed.per_token_s", "mixed.attention_s"]  # fmt: skip
+
+
+def true(name, cost=TRUTH):
+    regime, _, key = name.partition(".")
+    return getattr(getattr(cost, regime), key)
+
+
+def quiet(line):
+    pass
+
+
+def grid_error(found, truth, config):
+    """The largest relative error of a step's price over the whole grid of what the engine can schedule."""
+    worst = 0.0
+    for n in range(1, config.max_num_seqs + 1):
+        for context in (16, 128, 400):
+            if n * context < config.usable_blocks * config.block_size:
+                worst = max(
+                    worst, abs(found.step_seconds(n, n, n * context) / truth.step_seconds(n, n, n * context) - 1)
+                )
+    for new in range(1, config.max_num_batched_tokens + 1, 5):
+        for n in (1, 4, config.max_num_seqs):
+            if new >= n:
+                counts = new, n, 64 * n, (new - n + 1) ** 2 / 2, True
+                worst = max(worst, abs(found.step_seconds(*counts) / truth.step_seconds(*counts) - 1))
+    return worst
+
+
+@pytest.fixture(scope="module")
+def exact():
+    return calibrate(SimulatedTarget(CONFIG, TRUTH), budget_s=60, rounds=2, progress=quiet)
+
+
+@pytest.fixture(scope="module")
+def noisy():
+    target = SimulatedTarget(CONFIG, TRUTH, overhead_s=0.007, jitter_s=0.002, step_noise=0.02, seed=3)
+    return calibrate(target, budget_s=150, rounds=4, seed=3, progress=quiet)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_noise_every_constant_is_recovered(exact, name):
+    assert true(name, exact.cost) == pytest.approx(true(name), rel=1e-6)
+    low, high = exact.intervals[name]
+    assert low <= true(name) <= high
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_through_noise_the_intervals_cover_the_truth(noisy, name):
+    low, high = noisy.intervals[name]
+    assert low <= true(name) <= high
+
+
+def test_through_noise_steps_are_priced_within_five_percent_everywhere(noisy):
+    assert grid_error(noisy.cost, TRUTH, CONFIG) < 0.05
+    assert noisy.cost.decode.base_s == pytest.approx(TRUTH.decode.base_s, rel=0.05)
+    assert noisy.bends == () and noisy.valid
+
+
+def test_what_a_router_prices_with_is_what_its_clients_see(noisy):
+    constants = noisy.constants()
+    context = noisy.reference_tokens
+    assert noisy.decode_s == pytest.approx(TRUTH.step_seconds(1, 1, context), rel=0.02)
+    slope = TRUTH.decode.per_seq_s + context * TRUTH.decode.per_kv_token_s
+    assert constants.decode_slope_s == pytest.approx(slope, rel=0.1)
+    low, high = noisy.intervals["decode_slope_s"]
+    assert low <= slope <= high
+    assert 0.007 <= noisy.overhead_s <= 0.012  # the request's own way, and the mean jitter
+    assert constants.tpot_s == pytest.approx(3 * noisy.decode_s)
+    assert noisy.slo.of("loose") == (3 * noisy.slo.ttft_s, 3 * noisy.slo.tpot_s)
+    assert constants.kv_capacity_tokens == CONFIG.num_gpu_blocks * CONFIG.block_size
+
+
+def test_steps_that_bend_are_tabulated_and_straight_ones_are_not():
+    bent = preset("llama2-7b-a30")
+    config = EngineConfig.from_dict(bent.engine)
+    target = SimulatedTarget(config, bent.cost, jitter_s=0.001, step_noise=0.01)
+    found = calibrate(target, budget_s=250, rounds=3, progress=quiet)
+    assert found.bends == ("mixed",)
+    assert grid_error(found.cost, bent.cost, config) < 0.05
+    assert found.cost.decode.base_s == pytest.approx(bent.cost.decode.base_s, rel=0.05)
+
+
+def test_the_budget_is_kept_and_one_too_small_is_refused():
+    target = SimulatedTarget(CONFIG, TRUTH)
+    found = calibrate(target, budget_s=40, progress=quiet)
+    assert found.seconds == pytest.approx(target.now_s(), abs=1e-2) and target.now_s() <= 40
+    with pytest.raises(InputError, match="budget_s=3 is too little here: one round needs about"):
+        calibrate(SimulatedTarget(CONFIG, TRUTH), budget_s=3, progress=quiet)
+
+
+def test_transfers_between_pools_are_timed_block_by_block():
+    prefill = SimulatedTarget(CONFIG, TRUTH, overhead_s=0.005, jitter_s=0.001)
+    decode = SimulatedTarget(CONFIG, TRUTH, overhead_s=0.005, jitter_s=0.001, transfer=(0.02, 3e-4), seed=1)
+    found = calibrate((prefill, decode), budget_s=120, rounds=2, progress=quiet)
+    low, high = found.transfer.per_block_interval_s
+    assert low <= 3e-4 <= high and found.transfer.per_block_s == pytest.approx(3e-4, rel=0.1)
+    assert found.transfer.latency_s == pytest.approx(0.02, abs=0.003)
+    assert found.constants().transfer_per_block_s == found.transfer.per_block_s
+    assert prefill.now_s() + decode.now_s() <= 120
+
+
+def test_the_file_comes_back_whole_and_a_changed_one_is_refused(exact, tmp_path):
+    path = exact.save(tmp_path / "c.json")
+    again = load(path)
+    assert again == exact.from_dict(exact.to_dict())
+    assert again.cost == exact.cost and again.constants() == exact.constants()
+    raw = json.loads(path.read_text())
+    raw["decode_s"] *= 2
+    path.write_text(json.dumps(raw))
+    with pytest.raises(InputError, match="was changed after it was measured"):
+        load(path)
+    assert load(path, edited=True).decode_s == 2 * exact.decode_s
+    raw["version"] = 99
+    path.write_text(json.dumps(raw))
+    with pytest.raises(InputError, match="version 99"):
+        load(path)
+    path.write_text("{}")
+    with pytest.raises(InputError, match="is no calibration"):
+        load(path)
+
+
+def test_a_calibration_of_another_model_device_or_flag_is_refused_by_name(exact):
+    exact.require(SimulatedTarget(CONFIG, TRUTH).describe())
+    with pytest.raises(InputError, match="model 'simulated', here 'other'"):
+        exact.require(model="other")
+    with pytest.raises(InputError, match="device 'simulated [0-9a-f]+', here 'NVIDIA A40'"):
+        exact.require(device="NVIDIA A40")
+    with pytest.raises(InputError, match="max_num_seqs 16, here 32.*--constants-from"):
+        exact.require(engine=EngineConfig(32, 256, num_gpu_blocks=512, max_model_len=2048))
+    with pytest.raises(InputError, match="dtype None, here 'fp8'"):
+        exact.require(flags={"dtype": "fp8"})
+
+
+def test_a_preset_made_of_it_simulates(exact):
+    made = exact.preset()
+    assert made.cost == exact.cost and made.engine["num_gpu_blocks"] == 512
+    assert EngineConfig.from_dict(made.engine) == CONFIG
+    assert isinstance(exact, Calibration)
+
+
+# the reading of bursts
+
+
+def test_a_window_of_a_burst_counts_exactly_the_steps_that_ran():
+    target = SimulatedTarget(CONFIG, TRUTH)
+    rough = Rough(0.012, 2e-4, 0.014, 1e-4, CONFIG.max_num_batched_tokens)
+    for cell in (Decode(5, 100), Mixed(3, 20, (7, 250, 600))):
+        found = cell.read(target.burst(cell.probes(rough)), 0, rough.room)
+        assert len(found) == len(getattr(cell, "sizes", (1,)))
+        for window in found:
+            steps = sum(
+                s.times * TRUTH.step_seconds(s.new_tokens, s.sequences, s.context_tokens, s.attention, s.mixed)
+                for s in window.steps
+            )
+            assert window.seconds == pytest.approx(steps, rel=1e-6)
+
+
+def test_a_prompt_is_cut_as_the_engine_cuts_it():
+    assert list(chunked(600, 253)) == [(0, 253), (253, 253), (506, 94)]
+
+
+def test_tokens_are_counted_by_usage_though_several_come_at_once_or_in_pieces():
+    def event(n):
+        return b"data: " + json.dumps({"choices": [{"text": ""}], "usage": {"completion_tokens": n}}).encode() + b"\n\n"
+
+    whole = event(0) + event(1) + event(3) + event(4) + b"data: [DONE]\n\n"
+    cut = len(event(0) + event(1)) + 9
+    times, tokens = read_tokens([(1.0, whole[:cut]), (2.0, whole[cut:])])
+    assert tokens.tolist() == [1, 3, 4] and times.tolist() == [1.0, 2.0, 2.0]
+
+
+def test_a_simulated_burst_is_the_engine_s_own_schedule():
+    target = SimulatedTarget(CONFIG, TRUTH, overhead_s=0.003)
+    short, long = target.burst([Probe(10, 4), Probe(300, 2, after_s=0.001)])
+    first = 0.003 + TRUTH.step_seconds(10, 1, 0, 50, mixed=True)
+    assert short.first_s == pytest.approx(first)
+    assert short.tokens.tolist() == [1, 2, 3, 4] and long.tokens.tolist() == [1, 2]
+    assert np.all(np.diff(short.times) > 0) and target.now_s() == max(short.last_s, long.last_s)
