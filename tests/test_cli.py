@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from packaging.requirements import Requirement
 
-from astrolabe_lab import arrivals, cli, cost, doctor, length, policies, result, trace
+from astrolabe_lab import arrivals, cli, cost, doctor, length, machine, policies, result, trace
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.sim.cluster import ControlPlane, simulate
 
@@ -416,15 +416,27 @@ def nvidia_smi(tmp_path, monkeypatch):
 
 
 def test_doctor_lists_the_gpus_that_nvidia_smi_does(nvidia_smi):
-    nvidia_smi("echo 'NVIDIA A30, 24576, 580.10'; echo 'NVIDIA A40, [N/A], 580.10'")
+    nvidia_smi("echo '0, NVIDIA A30, 24576, 24000, 580.10'; echo '1, NVIDIA A40, [N/A], [N/A], 580.10'")
     assert doctor.examine()["machine"]["gpus"] == [
-        {"name": "NVIDIA A30", "memory_mib": 24576, "driver": "580.10"},
-        {"name": "NVIDIA A40", "memory_mib": None, "driver": "580.10"},
+        {"index": 0, "name": "NVIDIA A30", "memory_mib": 24576, "memory_free_mib": 24000, "driver": "580.10"},
+        {"index": 1, "name": "NVIDIA A40", "memory_mib": None, "memory_free_mib": None, "driver": "580.10"},
     ]
 
 
+def test_doctor_counts_the_engines_that_gpus_and_memory_have_room_for(nvidia_smi, monkeypatch):
+    nvidia_smi("echo '0, A30, 24576, 24000, 580.10'; echo '1, A30, 24576, 900, 580.10'; echo '2, A30, 24576, 24000, 5'")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    monkeypatch.setattr(machine, "memory_bytes", lambda: (2**36, int(6.2 * 2**30)))
+    worlds = doctor.examine()["worlds"]
+    assert worlds["hardware-gpu"]["most"] == 1
+    assert "visible 2 of 3; held by others: GPU 1" in worlds["hardware-gpu"]["note"]
+    assert (worlds["emulated"]["most"], worlds["hardware-cpu"]["most"]) == (4, 2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert doctor.examine()["worlds"]["hardware-gpu"]["missing"][0].startswith("GPU memory: vLLM takes 92%")
+
+
 def test_doctor_takes_a_failing_nvidia_smi_for_no_gpu(nvidia_smi):
-    nvidia_smi("echo 'a, 1, 2'; exit 9")
+    nvidia_smi("echo '0, a, 1, 1, 2'; exit 9")
     found = doctor.examine()
     assert found["machine"]["gpus"] == []
     assert "an NVIDIA GPU that nvidia-smi lists" in found["worlds"]["hardware-gpu"]["missing"]
@@ -433,10 +445,10 @@ def test_doctor_takes_a_failing_nvidia_smi_for_no_gpu(nvidia_smi):
 def test_doctor_counts_the_limit_of_the_control_group(tmp_path, monkeypatch):
     (tmp_path / "memory.max").write_text(f"{2 * 2**30}\n")
     (tmp_path / "memory.current").write_text(f"{2**30}\n")
-    monkeypatch.setattr(doctor, "CONTROL_GROUP", tmp_path)
-    assert doctor._memory() == {"memory_gib": 2.0, "memory_available_gib": 1.0}
+    monkeypatch.setattr(machine, "CONTROL_GROUP", tmp_path)
+    assert machine.memory() == {"memory_gib": 2.0, "memory_available_gib": 1.0}
     (tmp_path / "memory.max").write_text("max\n")
-    assert doctor._memory()["memory_gib"] > 2
+    assert machine.memory()["memory_gib"] > 2
 
 
 @pytest.mark.vllm

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import os
 import sys
 import time
 
@@ -10,44 +12,126 @@ from astrolabe_lab.cli import requests as cli_requests
 from astrolabe_lab.cli.values import number, whole
 
 SUMMARY = "send a trace's requests to a running router and measure what comes back"
-EXAMPLE = "astrolabe bench --url http://127.0.0.1:8000 --trace sharegpt_like --requests 200 --qps 6 --out live.parquet"
+EXAMPLE = (
+    "astrolabe bench --cluster /tmp/cluster --url http://127.0.0.1:8000 --trace sharegpt_like --requests 200 --qps 6 "
+    "--out live.parquet"
+)
 DETAILS = (
     "Open loop unless --concurrency is given. Every request leaves at its time; a run in which the generator itself "
-    "was late says that it is invalid."
+    "was late says that it is invalid. Before it, gates: the engines are idle and warm, count tokens as asked, give "
+    "equal answers and hold no prefix. Rows are kept as they come: a run that was ended goes on by the same command."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", required=True, metavar="URL", help="of the router or engine, without /v1")
-    add("--model", default="emulated", metavar="NAME", help="the served model (default: emulated)")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--cluster", metavar="DIR", help="of astrolabe launch: engines, model and time scale")
+    where.add_argument("--engines", metavar="URL,...", help="the engines behind the router, for the gates")
+    add("--gates", choices=("require", "report", "off"), default="require", help="before measuring (default: require)")
+    add("--model", metavar="NAME", help="the served model (default: the cluster's, or emulated)")
     add("--trace", required=True, metavar="FILE|GENERATOR", help="as for astrolabe simulate")
     cli_requests.add_loading(add)
     cli_requests.add_arrivals(add)
     add("--lengths", default="trace", metavar="SPEC", help="predicted lengths to send along: as for simulate, or none")
     add("--exact", action="store_true", help="every answer exactly as long as the trace says (ignore_eos)")
     add("--concurrency", type=whole(0), default=0, metavar="N", help="closed loop of N requests (default: open)")
-    add("--time-scale", type=number(above=0), default=1.0, metavar="X", help="wall s per modelled s (default: 1)")
+    add("--ramp-s", type=number(), default=0.0, metavar="S", help="of a closed loop: until all N are under way")
+    add("--time-scale", type=number(above=0), metavar="X", help="wall s per modelled s (default: the cluster's, or 1)")
     add("--timeout-s", type=number(above=0), default=600.0, metavar="S", help="for one request, modelled")
     add("--ttft-slo-s", type=number(above=0), default=10.0, metavar="S", help="1 %% of it bounds our own lateness")
+    add("--slo", metavar="ttft_s=X,...", help="targets (ttft_s, tpot_s, e2e_s): report goodput, from schedule and send")
     add("--seed", type=whole(0), default=0, metavar="S", help="of arrivals, lengths and made-up prompts")
     add("--out", required=True, metavar="FILE", help="result frame: .parquet, .csv or .csv.gz")
 
 
 def bench(args: argparse.Namespace) -> tuple[dict, str]:
     from astrolabe_lab import length
-    from astrolabe_lab.bench import Load, run
+    from astrolabe_lab.bench import Load, both_goodputs, run
+    from astrolabe_lab.bench.host import HostPace
     from astrolabe_lab.measure import summarise
+    from astrolabe_lab.measure.slo import SLO
     from astrolabe_lab.result import check_output, save
 
     out = check_output(args.out)
+    slo = SLO.parse(args.slo) if args.slo else None
+    args.url = args.url.rstrip("/")
+    engines, paces = _places(args)
     trace = cli_requests.load_requests(args)
     tells = args.lengths != "none" and (args.lengths != "trace" or "predicted_tokens" in trace)
     if tells and args.lengths != "trace":
         trace = length.attach(trace, args.lengths, args.seed)
     load = Load(
-        args.model, args.exact, args.concurrency, tells, args.time_scale, args.timeout_s, args.seed, args.ttft_slo_s
-    )
+        args.model, args.exact, args.concurrency, tells, args.time_scale, args.timeout_s, args.seed, args.ttft_slo_s,
+        args.ramp_s, os.environ.get("ASTROLABE_API_KEY") or None,
+    )  # fmt: skip
+    verdicts = asyncio.run(_gates(args, engines, load))
+    keep = out.with_name(out.name + ".rows.jsonl")
+    pace = HostPace(paces)
+    try:
+        results = run(args.url, trace, load, _progress(), keep)
+    except KeyboardInterrupt:
+        _say(f"rows so far are kept in {keep}; the same command goes on")
+        raise
+    validity = pace.judge(results.attrs["validity"])
+    gates = [{"gate": one.gate, "ok": one.ok, "detail": one.detail} for one in verdicts]
+    if failed := [one.gate for one in verdicts if not one.ok]:
+        validity = validity | {"valid": False, "why": [*validity["why"], f"gates failed: {', '.join(failed)}"]}
+    if not verdicts:
+        validity = validity | {"notes": [*validity["notes"], "no gate was asked: the engines may be cold or cached"]}
+    about = {key: value for key, value in vars(args).items() if key not in ("command", "api_key")}
+    save(results, out, url=args.url, validity=validity, gates=gates, load=about)
+    keep.unlink(missing_ok=True)
+    row = summarise(results).iloc[0].to_dict() | (both_goodputs(results, slo) if slo else {})
+    counts = results["status"].value_counts().to_dict()
+    record = {"out": str(out), "validity": validity, "gates": gates, "status": counts, **row}
+    text = [f"wrote {out}: {', '.join(f'{n} {status}' for status, n in counts.items())}"]
+    for name in ("ttft_s", "tpot_s", "e2e_s"):
+        stem = name.removesuffix("_s")
+        text.append(f"{stem:5s} mean {row[f'{stem}_mean_s']:.4f} s   p99 {row[f'{stem}_p99_s']:.4f} s")
+    if slo:
+        for name, since in (("", "schedule"), ("_from_send", "send")):
+            text.append(
+                f"goodput from {since}: {row[f'goodput_rps{name}']:.2f} requests/s, "
+                f"{row[f'goodput_share{name}']:.1%} of those sent"
+            )
+    text += [f"note: {note}" for note in validity["notes"]]
+    text += [f"INVALID: {why}" for why in validity["why"]]
+    return record, "\n".join(text)
+
+
+def _places(args) -> tuple[list[str], list[str]]:
+    """(the engines' URLs, their pace files); fills in model and time scale."""
+    if not args.cluster:
+        args.model, args.time_scale = args.model or "emulated", args.time_scale or 1.0
+        return args.engines.split(",") if args.engines else [], []
+    from astrolabe_lab.serve.cluster_file import read_cluster
+
+    cluster = read_cluster(args.cluster)
+    args.model, args.time_scale = args.model or cluster.model, args.time_scale or cluster.time_scale
+    return [e["url"] for e in cluster.engines], [e["pace"] for e in cluster.engines if "pace" in e]
+
+
+async def _gates(args, engines: list[str], load) -> list:
+    import aiohttp
+
+    from astrolabe_lab.bench import ask_served, check, require
+
+    async with aiohttp.ClientSession() as session:
+        served = await ask_served(session, args.url, load.model, load.headers)
+    if args.gates == "off":
+        return []
+    if not engines and served.router:
+        _say("no gate is asked: name the engines behind the router by --cluster or --engines (or say --gates off)")
+        return []
+    verdicts = await check(engines or [args.url], load.model, time_scale=load.time_scale, say=_say)
+    if args.gates == "require":
+        require(verdicts)
+    return verdicts
+
+
+def _progress():
     started = time.monotonic()
     spoken = started
 
@@ -55,17 +139,10 @@ def bench(args: argparse.Namespace) -> tuple[dict, str]:
         nonlocal spoken
         if done == of or time.monotonic() - spoken > 5.0:
             spoken = time.monotonic()
-            print(f"bench: {done} of {of} answers after {spoken - started:.0f} s", file=sys.stderr, flush=True)
+            _say(f"{done} of {of} answers after {spoken - started:.0f} s")
 
-    results = run(args.url.rstrip("/"), trace, load, progress)
-    validity = results.attrs["validity"]
-    save(results, out, url=args.url, validity=validity, load=vars(args) | {"command": None})
-    row = summarise(results).iloc[0].to_dict()
-    counts = results["status"].value_counts().to_dict()
-    record = {"out": str(out), "validity": validity, "status": counts, **row}
-    text = [f"wrote {out}: {', '.join(f'{n} {status}' for status, n in counts.items())}"]
-    for name in ("ttft_s", "tpot_s", "e2e_s"):
-        stem = name.removesuffix("_s")
-        text.append(f"{stem:5s} mean {row[f'{stem}_mean_s']:.4f} s   p99 {row[f'{stem}_p99_s']:.4f} s")
-    text += [f"INVALID: {why}" for why in validity["why"]]
-    return record, "\n".join(text)
+    return progress
+
+
+def _say(line: object) -> None:
+    print(f"bench: {line}", file=sys.stderr, flush=True)

@@ -9,18 +9,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import signal
 import sys
 import threading
 from pathlib import Path
 
+from astrolabe_lab.cli.values import number, whole
 from astrolabe_lab.errors import InputError
 
 LAUNCH_SUMMARY = "start vLLM engines and keep them until SIGTERM"
 LAUNCH_EXAMPLE = "astrolabe launch --world emulated --instances 2 --preset llama2-7b-a30 --time-scale 4"
 LAUNCH_DETAILS = (
     "Prints one JSON line with every engine's URL when all are ready. Emulated engines are real vLLM engines that "
-    "sleep the modelled step instead of running a model."
+    "sleep the modelled step instead of running a model. Real ones (--world hardware) take a GPU each, or "
+    "--tensor-parallel of them, or cores of their own; what --engine does not say is vLLM's own default."
 )
 ROUTE_SUMMARY = "serve an OpenAI-compatible router in front of running engines"
 ROUTE_EXAMPLE = "astrolabe route --cluster /tmp/astrolabe-cluster-x --policy astrolabe:k=2 --port 8000"
@@ -28,25 +31,40 @@ ROUTE_DETAILS = "Prints one JSON line with its URL when it serves."
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--world", choices=("emulated",), default="emulated", help="what runs (default: emulated)")
-    parser.add_argument("--instances", type=int, required=True, metavar="N", help="how many engines")
-    parser.add_argument("--preset", default="llama2-7b-a30", metavar="NAME", help="model and GPU to emulate")
-    parser.add_argument("--engine", default="", metavar="key=value,...", help="change the preset's engine flags")
-    parser.add_argument("--cost", default="", metavar="key=value,...", help="change the preset's step cost")
-    parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="wall s per modelled s (default: 1)")
-    parser.add_argument("--out", metavar="DIR", help="folder for logs and status files (default: a temporary one)")
-    parser.add_argument("--timeout-s", type=float, default=300.0, metavar="S", help="until all must serve")
+    add = parser.add_argument
+    add("--world", choices=("emulated", "hardware"), default="emulated", help="what runs (default: emulated)")
+    add("--instances", type=whole(1), required=True, metavar="N", help="how many engines")
+    add("--preset", metavar="NAME", help="model and GPU to emulate (default: llama2-7b-a30)")
+    add("--engine", default="", metavar="key=value,...", help="change the preset's engine flags, or vLLM's defaults")
+    add("--cost", default="", metavar="key=value,...", help="change the preset's step cost; of real engines, theirs")
+    add("--time-scale", type=number(above=0), default=1.0, metavar="X", help="wall s per modelled s (default: 1)")
+    add("--model", metavar="DIR|NAME", help="hardware: model folder or hub name (default: a small random Llama)")
+    add("--model-name", metavar="NAME", help="as clients call it (default: emulated, or the model's own name)")
+    add("--device", choices=("auto", "gpu", "cpu"), default="auto", help="hardware: where (default: what there is)")
+    add("--tensor-parallel", type=whole(1), default=1, metavar="N", help="hardware: GPUs an engine")
+    add("--gpus", metavar="ID,...", help="hardware: which (default: CUDA_VISIBLE_DEVICES, or all)")
+    add("--cores", metavar="0-3|4-7", help="hardware on the CPU: cores of each engine (default: equal shares)")
+    add("--flags", default="", metavar="'WORDS'", help="hardware: more flags of vLLM, like '--dtype bfloat16'")
+    add("--restart", action="store_true", help="start an engine again that ends (default: say so, and end)")
+    add("--out", metavar="DIR", help="folder for logs and status files (default: a temporary one)")
+    add("--timeout-s", type=number(above=0), default=300.0, metavar="S", help="until all must serve")
 
 
 def launch(args):
+    from astrolabe_lab.serve.engine_process import EngineError
     from astrolabe_lab.serve.launch import launch as start
+    from astrolabe_lab.serve.placement import parse_cores
 
     with start(
-        args.instances, args.preset, args.engine, args.cost, args.time_scale, folder=args.out, timeout_s=args.timeout_s
-    ) as cluster:
+        args.instances, args.preset, args.engine, args.cost, args.time_scale, folder=args.out,
+        model_name=args.model_name, timeout_s=args.timeout_s, world=args.world, model=args.model, device=args.device,
+        tensor_parallel=args.tensor_parallel, gpus=args.gpus.split(",") if args.gpus else None,
+        cores=parse_cores(args.cores) if args.cores else None, flags=shlex.split(args.flags), restart=args.restart,
+    ) as cluster:  # fmt: skip
         _announce(cluster.describe())
-        if (dead := _until_told(lambda: next((e for e in cluster.engines if not e.alive), None))) is not None:
-            raise InputError(f"engine {dead.index} ended; the end of {dead.log}:\n{dead.tail()}")
+        if _until_told(lambda: next(iter(cluster.lost), None)) is not None:
+            lost = ", ".join(str(engine.index) for engine in cluster.lost)
+            raise EngineError(f"engine {lost} ended (see above): the others are ended too")
     return None, None
 
 
@@ -57,6 +75,7 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default="astrolabe", metavar="NAME[:key=value,...]", help="see astrolabe policies")
     parser.add_argument("--preset", metavar="NAME", help="engine and step cost for the Predictors (with --engines)")
     parser.add_argument("--engine", default="", metavar="key=value,...", help="engine flags, where not the preset's")
+    parser.add_argument("--cost", default="", metavar="key=value,...", help="step cost, if not the preset's")
     parser.add_argument("--model", default="emulated", metavar="NAME,...", help="model names to answer to")
     parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer to count prompts with (default: learned ratio)")
     parser.add_argument(
@@ -104,6 +123,7 @@ def route(args):
 
 def _router(args):
     from astrolabe_lab import policies
+    from astrolabe_lab.cost import StepCost
     from astrolabe_lab.cost import preset as preset_of
     from astrolabe_lab.foresight import Foresight
     from astrolabe_lab.predictor import Predictor
@@ -129,6 +149,8 @@ def _router(args):
         places = [(url.strip().rstrip("/"), None) for url in args.engines.split(",") if url.strip()]
         if bad := [url for url, _ in places if not url.startswith(("http://", "https://"))]:
             raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
+    if args.cost:
+        cost = StepCost.parse(args.cost, cost)
     kind = getattr(policy, "foresight", "none")
     foresight = Foresight(kind, len(places)) if kind != "none" else None
     instances = [

@@ -16,11 +16,12 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class ClusterFile:
-    """``engines``: of each its url, role, status and log; ``tokenizer``: the served model's folder."""
+    """``engines``: of each its url, role, place and the files of its status, steps, pace and log; ``cost``: None where
+    it is not known; ``tokenizer``: the served model's folder or hub name."""
 
     engines: list[dict]
     config: EngineConfig
-    cost: StepCost
+    cost: StepCost | None
     time_scale: float
     model: str
     tokenizer: str
@@ -30,7 +31,7 @@ class ClusterFile:
 def write_cluster(folder: Path, engines, config, cost, time_scale, model, tokenizer, world) -> None:
     record = {
         "version": VERSION, "world": world, "model": model, "tokenizer": str(tokenizer), "time_scale": time_scale,
-        "engine": asdict(config), "cost": cost.to_dict(), "engines": engines,
+        "engine": asdict(config), "cost": cost and cost.to_dict(), "engines": engines,
     }  # fmt: skip
     unfinished = folder / "cluster.json.new"
     unfinished.write_text(json.dumps(record, indent=1))
@@ -51,8 +52,8 @@ def read_cluster(folder: str | Path) -> ClusterFile:
         if raw["version"] != VERSION:
             raise InputError(f"cluster {str(folder)!r}: version {raw['version']!r} where {VERSION} is understood")
         return ClusterFile(
-            raw["engines"], EngineConfig(**raw["engine"]), StepCost.from_dict(raw["cost"]), float(raw["time_scale"]),
-            raw["model"], raw["tokenizer"], raw["world"],
+            raw["engines"], EngineConfig(**raw["engine"]), raw["cost"] and StepCost.from_dict(raw["cost"]),
+            float(raw["time_scale"]), raw["model"], raw["tokenizer"], raw["world"],
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):

@@ -12,6 +12,7 @@ from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
 
 KEY = "astrolabe"  # in vLLM's additional_config
+FOR_THE_SCHEDULER = ("status", "steps", "facts")  # entries beside ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ class Emulation:
         if not isinstance(entries, dict) or "cost" not in entries:
             raise InputError(f'--additional-config must hold {{"{KEY}": {{"cost": {{...}}}}}}')
         known = [f.name for f in fields(cls)]
-        entries = {k: v for k, v in entries.items() if k != "status"}
+        entries = {k: v for k, v in entries.items() if k not in FOR_THE_SCHEDULER}
         if unknown := sorted(set(entries) - set(known)):
             raise InputError(f"--additional-config {KEY}: unknown {', '.join(unknown)}; allowed: {', '.join(known)}")
         return cls(**{**entries, "cost": StepCost.from_dict(entries["cost"])})

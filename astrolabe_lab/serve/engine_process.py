@@ -10,20 +10,21 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from astrolabe_lab.serve.emulation import KEY, Emulation
+from astrolabe_lab.serve.guard import CLUSTER
+from astrolabe_lab.serve.placement import Place
 from astrolabe_lab.sim.config import EngineConfig
 
-MARK = "ASTROLABE_CLUSTER"  # environment variable of every engine: the folder of its cluster
 QUIET = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
+SPELT = {"num_gpu_blocks": "num_gpu_blocks_override"}
 
 
 class EngineError(RuntimeError):
@@ -32,15 +33,18 @@ class EngineError(RuntimeError):
 
 @dataclass
 class Engine:
-    """A vLLM engine of ours. ``url``: its OpenAI-compatible server; ``status``: the file of its published status;
-    ``control``, ``pace``: the files that disturb it and that tell whether the host keeps up (emulated engines)."""
+    """A vLLM engine of ours. ``url``: its OpenAI-compatible server; in its ``folder`` ``status``: the file of its
+    published status, ``steps``: of its last steps, ``facts``: of its flags; ``control``, ``pace``: the files that
+    disturb it and that tell whether the host keeps up (emulated engines). ``place``: where it computes."""
 
     index: int
     role: str
     folder: Path
     command: list[str]
     environment: dict[str, str] = field(repr=False)
+    place: Place = field(default_factory=Place)
     port: int = 0
+    starts: int = 0
     guard: subprocess.Popen | None = field(default=None, repr=False)
 
     @property
@@ -50,6 +54,14 @@ class Engine:
     @property
     def status(self) -> Path:
         return self.folder / "status"
+
+    @property
+    def steps(self) -> Path:
+        return self.folder / "steps"
+
+    @property
+    def facts(self) -> Path:
+        return self.folder / "facts.json"
 
     @property
     def control(self) -> Path:
@@ -64,12 +76,16 @@ class Engine:
         return self.folder / "log.txt"
 
     def start(self) -> None:
-        """Start it on a free port; ``ready`` tells when it serves."""
+        """Start it, on a free port the first time and on the same one again; ``ready`` tells when it serves."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
+        self.port = self.port or free_port()
+        self.starts += 1
         with self.log.open("ab") as log:
             self.guard = subprocess.Popen(
-                [sys.executable, "-m", "astrolabe_lab.serve.guard", *self.command, "--port", str(self.port)],
+                [
+                    *(sys.executable, "-m", "astrolabe_lab.serve.guard", str(os.getpid())),
+                    *(*self.command, "--port", str(self.port)),
+                ],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -81,11 +97,19 @@ class Engine:
     def alive(self) -> bool:
         return self.guard is not None and self.guard.poll() is None
 
+    @property
+    def code(self) -> int | None:
+        """Its exit code (128 and the signal's number where a signal ended it); None while it runs."""
+        return None if self.guard is None else self.guard.poll()
+
     def ready(self) -> bool:
         """Whether it serves. Raises EngineError with the tail of its log when it has ended."""
         if not self.alive:
-            code = None if self.guard is None else self.guard.returncode
-            raise EngineError(f"engine {self.index} ended with code {code}; the end of {self.log}:\n{self.tail()}")
+            raise EngineError(f"engine {self.index} ended with code {self.code}; the end of {self.log}:\n{self.tail()}")
+        return self.serves()
+
+    def serves(self) -> bool:
+        """Whether its server answers."""
         try:
             with urllib.request.urlopen(f"{self.url}/health", timeout=2) as answer:
                 return answer.status == 200
@@ -130,40 +154,65 @@ class Engine:
 def emulated(index: int, folder: Path, model: Path, config: EngineConfig, emulation: Emulation, name: str) -> Engine:
     """The engine that sleeps the modelled step; ``emulation.control`` is set to the engine's own."""
     engine = Engine(index, "engine", folder, [], {})
-    scheduler = "AsyncStatusScheduler" if emulation.async_scheduling else "StatusScheduler"
-    additional = emulation.additional_config(status=str(engine.status))
+    additional = emulation.additional_config(**_published(engine))
     additional[KEY] |= {"control": str(engine.control), "pace": str(engine.pace)}
     engine.command = [
-        *_server(model, name),
-        *engine_flags(config),
+        *_server(str(model), name),
+        *engine_flags({k: v for k, v in asdict(config).items() if k != "async_scheduling"}),  # the executor's to say
         "--distributed-executor-backend", "astrolabe_lab.serve.emulate.EmulatedExecutor",
-        "--scheduler-cls", f"astrolabe_lab.serve.scheduler.{scheduler}",
-        "--additional-config", json.dumps(additional),
+        *_hooks(additional, emulation.async_scheduling),
         "--enforce-eager",
     ]  # fmt: skip
-    engine.environment = _environment(folder.parent) | {"VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1"}
+    engine.environment = _environment(folder.parent) | {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }  # fmt: skip
     return engine
 
 
-def engine_flags(config: EngineConfig) -> list[str]:
-    """The flags that make vLLM's engine the one of ``config``."""
-    flags = [
-        "--max-num-seqs", config.max_num_seqs,
-        "--max-num-batched-tokens", config.max_num_batched_tokens,
-        "--block-size", config.block_size,
-        "--num-gpu-blocks-override", config.num_gpu_blocks,
-        "--max-model-len", config.max_model_len,
-        "--watermark", config.watermark,
-        "--enable-chunked-prefill" if config.enable_chunked_prefill else "--no-enable-chunked-prefill",
-        "--enable-prefix-caching" if getattr(config, "enable_prefix_caching", False) else "--no-enable-prefix-caching",
+def real(
+    index: int, folder: Path, model: str, name: str, flags: list[str], place: Place, device: str, asynchronous: bool
+) -> Engine:
+    """The engine that runs ``model``, a folder or a hub name, at ``place``; ``flags`` are vLLM's own."""
+    engine = Engine(index, "engine", folder, [], {}, place)
+    additional = {KEY: _published(engine)}
+    engine.command = [*_server(model, name), *flags, *place.flags, *_hooks(additional, asynchronous)]
+    if device == "cpu" and "--enforce-eager" not in flags:
+        engine.command.append("--enforce-eager")  # compiling takes minutes there
+    engine.environment = _environment(folder.parent) | place.environment
+    if device == "cpu":
+        engine.environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if not Path(model).is_dir() and "HF_HUB_OFFLINE" not in os.environ:
+        del engine.environment["HF_HUB_OFFLINE"]  # the hub may have to be asked
+    return engine
+
+
+def _published(engine: Engine) -> dict[str, str]:
+    return {"status": str(engine.status), "steps": str(engine.steps), "facts": str(engine.facts)}
+
+
+def _hooks(additional: dict, asynchronous: bool) -> list[str]:
+    scheduler = "AsyncStatusScheduler" if asynchronous else "StatusScheduler"
+    return [
+        "--scheduler-cls", f"astrolabe_lab.serve.scheduler.{scheduler}",
+        "--additional-config", json.dumps(additional),
     ]  # fmt: skip
-    return [str(flag) for flag in flags]
 
 
-def _server(model: Path, name: str) -> list[str]:
+def engine_flags(values: dict) -> list[str]:
+    """vLLM's flags for ``values``, entries of an EngineConfig."""
+    flags = []
+    for key, value in values.items():
+        if isinstance(value, bool):
+            flags.append(f"--{'' if value else 'no-'}{key.replace('_', '-')}")
+        elif key != "scheduler":
+            flags += [f"--{SPELT.get(key, key).replace('_', '-')}", str(value)]
+    return flags
+
+
+def _server(model: str, name: str) -> list[str]:
     return [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server",
-        "--host", "127.0.0.1", "--model", str(model), "--served-model-name", name, "--disable-uvicorn-access-log",
+        "--host", "127.0.0.1", "--model", model, "--served-model-name", name, "--disable-uvicorn-access-log",
     ]  # fmt: skip
 
 
@@ -171,7 +220,7 @@ def _environment(cluster: Path) -> dict[str, str]:
     environment = QUIET | dict(os.environ)  # the user's own settings go first
     package = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, environment.get("PYTHONPATH"))))
-    environment[MARK] = str(cluster)
+    environment[CLUSTER] = str(cluster)
     return environment
 
 

@@ -1,95 +1,101 @@
 """Start N vLLM engines, tell when they serve, and end them, whatever happens.
 
-with launch(4, preset="llama2-7b-a30", time_scale=4.0) as cluster:
+with launch(4, preset="llama2-7b-a30", time_scale=4.0) as cluster:      # emulated: they sleep the modelled step
     print(cluster.urls)
+with launch(2, world="hardware", model="Qwen/Qwen2.5-0.5B-Instruct") as cluster:      # real ones, on GPUs or the CPU
+    print(cluster.config)
 """
 
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.cost import preset as preset_of
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import engine_process, model_files
-from astrolabe_lab.serve.cluster_file import write_cluster
+from astrolabe_lab.serve import engine_facts, engine_process, hardware, leftovers, model_files, needs
 from astrolabe_lab.serve.emulation import Emulation
-from astrolabe_lab.serve.engine_process import MARK, Engine, EngineError
+from astrolabe_lab.serve.engine_process import Engine, EngineError
+from astrolabe_lab.serve.running import Cluster
 from astrolabe_lab.sim.config import EngineConfig
 
-EMULATED_BYTES = 1.4e9  # of memory an engine, measured
-
-
-@dataclass
-class Cluster:
-    """Running engines. A context manager: leaving it ends them."""
-
-    engines: list[Engine]
-    folder: Path
-    config: EngineConfig
-    cost: StepCost
-    world: str
-    time_scale: float
-    model: str
-
-    @property
-    def urls(self) -> list[str]:
-        return [engine.url for engine in self.engines]
-
-    def describe(self) -> dict:
-        """What others need to use the cluster, JSON-ready."""
-        return {
-            "world": self.world,
-            "model": self.model,
-            "time_scale": self.time_scale,
-            "folder": str(self.folder),
-            "engines": [
-                {"url": e.url, "role": e.role, "status": str(e.status), "log": str(e.log)} for e in self.engines
-            ],
-        }
-
-    def close(self) -> None:
-        """End all engines and wait for them. Logs stay in ``folder``."""
-        for engine in self.engines:
-            engine.close()
-        for engine in self.engines:
-            engine.wait()
-
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+WORLDS = ("emulated", "hardware")
+PRESET = "llama2-7b-a30"
 
 
 def launch(
     instances: int,
-    preset: str = "llama2-7b-a30",
+    preset: str | None = None,
     engine: str | EngineConfig = "",
     cost: str | StepCost = "",
     time_scale: float = 1.0,
     async_scheduling: bool = False,
     folder: str | Path | None = None,
-    model_name: str = "emulated",
+    model_name: str | None = None,
     timeout_s: float = 300.0,
     progress: Callable[[str], None] | None = None,
+    *,
+    world: str = "emulated",
+    model: str | Path | None = None,
+    device: str = "auto",
+    tensor_parallel: int = 1,
+    gpus: Sequence[str] | None = None,
+    cores: Sequence[Sequence[int]] | None = None,
+    flags: Sequence[str] = (),
+    restart: bool = False,
 ) -> Cluster:
-    """Start ``instances`` emulated engines and return when all serve.
+    """Start ``instances`` engines and return when all serve.
 
-    ``engine`` and ``cost`` change the preset's (``key=value,...``, or the object). ``time_scale``: wall seconds per
-    modelled second. ``folder``: for logs and status files (default: a new temporary one). ``progress`` gets one line at
-    a time (default: standard error). Raises InputError for what cannot start here (no vLLM, too little memory), and
-    EngineError with the tail of the log for an engine that ended.
+    ``engine`` and ``cost`` (``key=value,...``, or the object) change those of ``preset`` (llama2-7b-a30) where engines
+    are emulated; ``time_scale``: wall seconds per modelled second. Real ones (``world="hardware"``) take ``engine`` on
+    top of vLLM's own defaults, ``cost`` for Predictors, and ``model, device, tensor_parallel, gpus, cores, flags`` as
+    ``hardware.Hardware`` says. ``folder``: for logs and status files (default: a new temporary one). ``restart``: start
+    an engine again that ends. ``progress`` gets one line at a time (default: standard error).
+
+    Raises InputError for what cannot start here (no vLLM, too little memory, no such GPU), and EngineError with the
+    tail of the log for an engine that ended, or does not serve after ``timeout_s``.
     """
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
+    if world not in WORLDS:
+        raise InputError(f"world {world!r} is unknown; allowed are {' and '.join(WORLDS)}")
+    if isinstance(instances, bool) or not isinstance(instances, int) or instances < 1:
+        raise InputError(f"instances={instances!r} must be a whole number >= 1")
+    if importlib.util.find_spec("vllm") is None:
+        raise InputError("live engines need vLLM, which is not installed: make vllm (CPU), or pip install vllm (GPU)")
+    for line in leftovers.describe(leftovers.leftovers()):
+        say(line)
+    wants = hardware.Hardware(model, device, tensor_parallel, gpus, cores, flags)
+    if world == "emulated":
+        if wants != hardware.Hardware():
+            raise InputError("model, device, tensor_parallel, gpus, cores and flags are for world='hardware'")
+        make = _emulated(preset or PRESET, engine, cost, time_scale, async_scheduling, model_name, instances)
+    else:
+        if preset is not None or time_scale != 1.0:
+            raise InputError("preset and time_scale are for emulated engines: real ones run in real time")
+        make = _hardware(wants, engine, cost, async_scheduling, model_name, instances)
+    root = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="astrolabe-cluster-"))
+    root.mkdir(parents=True, exist_ok=True)
+    cluster = make(root)
+    try:
+        for each in cluster.engines:
+            each.start()
+        _await(cluster.engines, timeout_s, say)
+        _settle(cluster)
+        cluster.save()
+        cluster.watch(restart, say)
+    except BaseException:
+        cluster.close()
+        raise
+    return cluster
+
+
+def _emulated(preset, engine, cost, time_scale, async_scheduling, name, instances):
     chosen = preset_of(preset)
     config = engine
     if not isinstance(config, EngineConfig):
@@ -100,26 +106,28 @@ def launch(
     step_cost = cost if isinstance(cost, StepCost) else StepCost.parse(cost, chosen.cost)
     emulation = Emulation(step_cost, float(time_scale), async_scheduling or config.async_scheduling)
     config = replace(config, async_scheduling=emulation.async_scheduling)
-    _check(instances)
-    for line in leftovers():
-        say(line)
-    root = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="astrolabe-cluster-"))
-    root.mkdir(parents=True, exist_ok=True)
-    model = model_files.write(root / "model", config.max_model_len)
-    engines = [
-        engine_process.emulated(i, root / f"engine-{i}", model, config, emulation, model_name) for i in range(instances)
-    ]
-    cluster = Cluster(engines, root, config, step_cost, "emulated", emulation.time_scale, model_name)
-    try:
-        for each in engines:
-            each.start()
-        _await(engines, timeout_s, say)
-        described = cluster.describe()["engines"]
-        write_cluster(root, described, config, step_cost, emulation.time_scale, model_name, model, "emulated")
-    except BaseException:
-        cluster.close()
-        raise
-    return cluster
+    needs.check_memory(instances, needs.EMULATED_BYTES, "emulated")
+    name = name or "emulated"
+
+    def make(root: Path) -> Cluster:
+        model = model_files.write(root / "model", config.max_model_len)
+        engines = [
+            engine_process.emulated(i, root / f"engine-{i}", model, config, emulation, name) for i in range(instances)
+        ]
+        return Cluster(engines, root, config, step_cost, "emulated", emulation.time_scale, name, str(model))
+
+    return make
+
+
+def _hardware(wants, engine, cost, async_scheduling, name, instances):
+    told = hardware.told(engine) | ({"async_scheduling": True} if async_scheduling else {})
+    step_cost = cost if isinstance(cost, StepCost) else StepCost.parse(cost) if cost else None
+
+    def make(root: Path) -> Cluster:
+        engines, model = wants.engines(instances, root, told, name)
+        return Cluster(engines, root, None, step_cost, "hardware", 1.0, model.name, model.source)
+
+    return make
 
 
 def _await(engines: list[Engine], timeout_s: float, say) -> None:
@@ -141,39 +149,15 @@ def _await(engines: list[Engine], timeout_s: float, say) -> None:
             time.sleep(0.25)
 
 
-def _check(instances: int) -> None:
-    import psutil
+def _settle(cluster: Cluster) -> None:
+    """Learn the flags that the engines run with; an emulated one must run with those it was told.
 
-    if isinstance(instances, bool) or not isinstance(instances, int) or instances < 1:
-        raise InputError(f"instances={instances!r} must be a whole number >= 1")
-    if importlib.util.find_spec("vllm") is None:
-        raise InputError("live engines need vLLM, which is not installed: make vllm (CPU), or pip install vllm (GPU)")
-    free = psutil.virtual_memory().available
-    if free < instances * EMULATED_BYTES:
-        most = int(free // EMULATED_BYTES)
-        raise InputError(
-            f"{instances} emulated engines need {instances * EMULATED_BYTES / 2**30:.1f} GiB, of which "
-            f"{free / 2**30:.1f} are available: start {max(most, 0)} at most, or free memory"
-        )
-
-
-def leftovers() -> list[str]:
-    """One line for every engine of an earlier cluster that still runs although its guard is gone."""
-    import psutil
-
-    found = []
-    for process in psutil.process_iter(["pid", "ppid", "uids"]):
-        try:
-            if process.info["uids"].real != os.getuid() or process.info["ppid"] != 1:
-                continue
-            cluster = process.environ().get(MARK)
-        except (psutil.Error, AttributeError):
-            continue
-        if cluster:
-            found.append(f"left over from {cluster}: process {process.pid}; end it with: kill {process.pid}")
-    return found
-
-
-def remove(folder: str | Path) -> None:
-    """Remove a cluster's folder."""
-    shutil.rmtree(folder, ignore_errors=True)
+    Of engines that found different KV blocks (GPUs with different free memory) the fewest count."""
+    facts = [engine_facts.read_facts(engine.facts) for engine in cluster.engines]
+    if cluster.config is None:
+        configs = [engine_facts.config_of(one) for one in facts]
+        cluster.config = min(configs, key=lambda config: config.num_gpu_blocks)
+        return
+    for engine, one in zip(cluster.engines, facts, strict=True):
+        if wrong := engine_facts.differences(one, cluster.config):
+            raise EngineError(f"engine {engine.index} does not run as it was told: {'; '.join(wrong)}")

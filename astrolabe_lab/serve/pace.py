@@ -33,7 +33,8 @@ class PaceWriter:
 
 
 def read_pace(path: str | Path) -> dict:
-    """``steps``, ``late_share`` (lateness per modelled time) and ``latest_s`` (wall s) of an emulated engine.
+    """``steps``, ``modelled_s`` and ``late_s`` (wall s), ``late_share`` (of these two) and ``latest_s`` of an emulated
+    engine's life.
 
     Raises InputError where there is no such file."""
     try:
@@ -43,6 +44,8 @@ def read_pace(path: str | Path) -> dict:
     modelled = float(record["modelled_s"])
     return {
         "steps": int(record["steps"]),
+        "modelled_s": modelled,
+        "late_s": float(record["late_s"]),
         "late_share": float(record["late_s"]) / modelled if modelled else 0.0,
         "latest_s": float(record["latest_s"]),
     }

@@ -2,10 +2,12 @@
 
     --scheduler-cls astrolabe_lab.serve.scheduler.StatusScheduler        (synchronous scheduling)
     --scheduler-cls astrolabe_lab.serve.scheduler.AsyncStatusScheduler   (asynchronous: the default on GPUs)
-    --additional-config '{"astrolabe": {"status": "/path/of/status", "time_scale": 1.0}}'
+    --additional-config '{"astrolabe": {"status": "/path/of/status", "steps": "/path/of/steps", "time_scale": 1.0}}'
 
 Scheduling is vLLM's own; a step costs one pass over its requests more. Times in the status are monotonic seconds
-divided by the time scale. A request's ``vllm_xargs`` may carry the router's ``rid`` and ``predicted_tokens``.
+divided by the time scale. ``steps`` (may be absent) gets what every step was and how long it took; ``facts`` gets,
+once, the flags that the engine runs with. A request's ``vllm_xargs`` may carry the router's ``rid`` and
+``predicted_tokens``.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from astrolabe_lab.serve.emulation import KEY
+from astrolabe_lab.serve.engine_facts import write_facts
 from astrolabe_lab.serve.published import CAPACITY, StatusWriter
+from astrolabe_lab.serve.step_log import StepLog, counts_of
 from astrolabe_lab.sim.state import RUNNING, WAITING
 from astrolabe_lab.sim.status import HEADER, NEXT, NOW, ROW
 
@@ -39,16 +43,25 @@ class _Publishing:
         settings = (self.vllm_config.additional_config or {}).get(KEY, {})
         self._writer = StatusWriter(settings["status"])
         self._scale = float(settings.get("time_scale", 1.0))
+        self._steps = StepLog(settings.get("steps"))
         self._in_flight: list[tuple[float, dict[str, Scheduled]]] = []
+        self._priced: list[tuple[float, tuple]] = []  # of the batches in flight: when scheduled, what prices them
         self._header = np.zeros(1, HEADER)
         self._rows = np.zeros(CAPACITY, ROW)
         self._unnamed = 0
         self._publish(stalled=False)
+        if "facts" in settings:
+            write_facts(settings["facts"], self)
 
     def schedule(self, *args, **kwargs):
         output = super().schedule(*args, **kwargs)
         if output.total_num_scheduled_tokens > 0:
-            self._in_flight.append((time.monotonic(), self._batch(output.num_scheduled_tokens)))
+            now = time.monotonic()
+            batch = self._batch(output.num_scheduled_tokens)
+            self._in_flight.append((now, batch))
+            self._priced.append((now, counts_of(
+                (self.requests[rid].num_prompt_tokens, part.computed, part.tokens) for rid, part in batch.items()
+            )))  # fmt: skip
             self._publish(stalled=False)
         else:
             self._publish(stalled=bool(self._in_flight))
@@ -58,6 +71,10 @@ class _Publishing:
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         if scheduler_output.total_num_scheduled_tokens > 0 and self._in_flight:
             self._in_flight.pop(0)
+            began, counts = self._priced.pop(0)
+            self._steps.step(
+                began / self._scale, time.monotonic() / self._scale, counts, self.has_unfinished_requests()
+            )  # fmt: skip
             if self._in_flight:  # the step behind starts as this one ends
                 self._in_flight[0] = (time.monotonic(), self._in_flight[0][1])
         if not self.has_unfinished_requests():
