@@ -329,9 +329,9 @@ def replay_of_a_measured_run(repeats):
     if not (shared() / MEASURED).is_dir():
         return []
     sides = LayerTimings.load(shared() / TIMINGS), MeasuredRun.load(shared() / MEASURED)
-    return [
-        Row("a measured run of 300 requests replayed", *timed(partial(fidelity.compare, *sides), repeats), "s", "<= 1")
-    ]
+    wall_s = [fidelity.compare(*sides).wall_s for _ in range(1 + min(repeats, 3))][1:]
+    what = "a measured run of 300 requests replayed"
+    return [Row(what, min(wall_s), statistics.median(wall_s), np.nan, "s", "<= 1")]
 
 
 def output_of(command):
