@@ -63,8 +63,9 @@ class Spread:
     def longest_over_mean(self, sequences):
         """(n,) expected longest context over the mean, among so many independent sequences (n,)."""
         below = np.concatenate([[0.0], np.cumsum(self.weights)])
-        power = below ** np.asarray(sequences, float)[:, None]
-        return np.diff(power, axis=1) @ self.contexts / (self.weights @ self.contexts)
+        sizes, which = np.unique(np.asarray(sequences, float), return_inverse=True)
+        longest = [np.diff(below**size) @ self.contexts for size in sizes]
+        return np.array(longest)[which] / (self.weights @ self.contexts)
 
 
 @dataclass(frozen=True)
