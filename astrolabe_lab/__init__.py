@@ -12,7 +12,7 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _MODULES = (
-    "arrivals capacity cost errors fit generators length measure oracle plots policies predictor published "
+    "arrivals capacity cost disagg errors fit generators length measure oracle plots policies predictor published "
     "recorded report request rng run sim sweep trace"
 ).split()
 _INNER = {

@@ -10,6 +10,7 @@ import time
 import warnings
 from pathlib import Path
 
+from astrolabe_lab.cli import pools
 from astrolabe_lab.cli.requests import add_arrivals, add_loading, load_requests
 from astrolabe_lab.cli.values import noise, number, span, whole
 from astrolabe_lab.errors import InputError
@@ -31,7 +32,7 @@ DETAILS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the options of ``simulate``."""
-    parser.usage = "%(prog)s --trace FILE --policy NAME --instances N --out FILE [option ...]"
+    parser.usage = "%(prog)s --trace FILE --policy NAME (--instances N | --pools P+D) --out FILE [option ...]"
     arrives = parser.add_argument_group("what arrives").add_argument
     arrives("--trace", required=True, metavar="FILE|GENERATOR", help=f"a trace file, also .gz; or {SPECS}")
     add_loading(arrives)
@@ -44,9 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     goes = parser.add_argument_group("where it goes").add_argument
     goes("--policy", required=True, metavar="NAME[:key=value,...]", help="`astrolabe policies` lists them")
-    goes("--instances", required=True, type=whole(1), metavar="N", help="number of engines")
+    goes("--instances", type=whole(1), metavar="N", help="number of engines")
+    goes("--pools", metavar="P+D", help="instead: so many prefill and decode engines, such as 2+4")
     add_engine(goes)
     add_knowledge(parser)
+    pools.add_pools(parser)
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of every random stream (0)")
     parser.add_argument(
         "--policy-seed",
@@ -118,6 +121,11 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     out = result.check_output(args.out)
     if out.exists() and Path(args.trace).exists() and out.samefile(args.trace):
         raise InputError(f"--out {out} is the trace itself, which the result would replace; give another name")
+    if (args.instances is None) == (args.pools is None):
+        raise InputError("give --instances N for engines that do both phases, or --pools P+D for prefill and decode")
+    if args.pools is not None:
+        return _simulate_pools(args, out)
+    pools.refuse_without_pools(args)
     policy = policies.parse(args.policy)
     engine, cost, preset = engine_and_cost(args)
     control = control_plane(args)
@@ -164,6 +172,32 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     return record | settings, _table(args, engine, preset, summary, wall_s, out)
 
 
+def _simulate_pools(args, out):
+    from astrolabe_lab import length, result
+    from astrolabe_lab.disagg.simulate import paper_world
+    from astrolabe_lab.measure import summarise
+
+    preset = None
+    engine, cost = paper_world()
+    if args.preset is not None or args.cost is not None:
+        engine, cost, preset = engine_and_cost(args)
+    elif args.engine:
+        engine = type(engine).parse(args.engine, base=engine)
+    requests = load_requests(args, text=False)
+    if args.lengths:
+        requests = length.attach(requests, args.lengths, seed=args.seed)
+    frame, own, lines = pools.simulate(args, requests, engine, cost, preset, _Progress())
+    named = "trace qps arrivals alpha lengths policy seed policy_seed".split()
+    settings = {name: getattr(args, name) for name in named} | own
+    settings |= {"engine": dataclasses.asdict(engine), "cost": cost.to_dict()}
+    result.save(frame, out, **settings)
+    summary = summarise(frame, by=()).to_dict("records")[0]
+    table = _table(args, engine, preset, summary, own["wall_s"], out).splitlines()
+    at = next(i for i, line in enumerate(table) if line.startswith("throughput"))
+    record = {"out": str(out), "rows": len(frame), "source": "simulated", "summary": summary}
+    return record | settings, "\n".join([*table[:at], *lines, *table[at:]])
+
+
 class _Progress:
     """Says on stderr, at most every two seconds, how far the replay is."""
 
@@ -204,10 +238,16 @@ def engine_and_cost(args):
 
 
 def _table(args, engine, preset, summary, wall_s, out):
+    where = f"{args.pools} simulated prefill and decode engines"
+    if args.pools is None:
+        where = f"{args.instances} simulated instance{'s' * (args.instances > 1)}"
+    kind = f"preset {preset}" if preset else "cost as given"
+    if preset is None and args.cost is None:
+        kind = "Qwen2.5-3B on A40 as in Calibrate, Then Route"
     unwell = "".join(f", {summary[name]:,} {name}" for name in ("rejected", "failed", "aborted") if summary[name])
     lines = [
-        f"{args.policy} on {args.instances} simulated instance{'s' * (args.instances > 1)}, seed {args.seed}",
-        f"engine      {f'preset {preset}' if preset else 'cost as given'}, scheduler {engine.scheduler}",
+        f"{args.policy} on {where}, seed {args.seed}",
+        f"engine      {kind}, scheduler {engine.scheduler}",
         f"requests    {summary['n']:,}: {summary['ok']:,} ok{unwell}",
         f"            {'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]

@@ -1,5 +1,29 @@
 """Disaggregated serving: prefill and decode pools, the routers that pair them, and their simulator.
 
-``constants``: what a router takes its cluster to cost. ``view``: what it knows at a decision. ``policies`` and
-``marginal_cost``: the routers. ``simulate``: pools of exact engines, with the hand-off between them.
+``constants``: what a router takes its cluster to cost. ``view``: what it knows at a decision. ``routers``: the policies
+by name. ``simulate``: pools of exact engines, with the hand-off between them.
+
+    frame = lab.disagg.simulate_pools(trace, "marginal_cost", pools="2+4")
 """
+
+from importlib import import_module
+
+_MODULES = "constants marginal_cost policies routers services settings view".split()
+_HOME = {
+    "Constants": "constants",
+    "HandOff": "state",
+    "MarginalCost": "marginal_cost",
+    "parse_pools": "simulate",
+    "paper_world": "simulate",
+    "simulate_pools": "simulate",
+}
+__all__ = sorted({*_MODULES, *_HOME})
+
+
+def __getattr__(name):
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name in _HOME:
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has: {', '.join(__all__)}")

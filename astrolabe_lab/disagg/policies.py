@@ -7,6 +7,7 @@ needs predicted lengths says so with a class attribute ``needs_lengths = True``.
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -75,6 +76,7 @@ class LengthThreshold:
     reserve: int = 0
     count: int = field(default=0, repr=False)
     recent: deque = field(default_factory=deque, repr=False)
+    ranked: list = field(default_factory=list, repr=False)  # the same, sorted
     needs_lengths: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -84,14 +86,12 @@ class LengthThreshold:
                 raise InputError(f"policy length_threshold: {name}={value!r} must be a whole number >= {least}")
 
     def choose(self, request, cluster, rng):
-        self.recent.append(request.predicted_tokens)
-        if len(self.recent) > self.window:
-            self.recent.popleft()
+        usual = self._usual(request.predicted_tokens)
         n = len(cluster.decode)
         p = argmin(prefill_counts(cluster), rng)
         counts = decode_counts(cluster)
         kept = min(self.reserve, n - 1)
-        if request.predicted_tokens > float(np.median(self.recent)):
+        if request.predicted_tokens > usual:
             kept_counts = counts[n - kept :] if kept else counts
             return p, (n - kept if kept else 0) + argmin(kept_counts, rng)
         d = self.count % (n - kept)
@@ -99,3 +99,12 @@ class LengthThreshold:
         if kept and min(counts[n - kept :]) < min(counts[: n - kept]):
             d = n - kept + argmin(counts[n - kept :], rng)
         return p, d
+
+    def _usual(self, tokens: int) -> float:
+        """The median of the last predictions, this one among them."""
+        self.recent.append(tokens)
+        insort(self.ranked, tokens)
+        if len(self.recent) > self.window:
+            del self.ranked[bisect_left(self.ranked, self.recent.popleft())]
+        middle = len(self.ranked) // 2
+        return (self.ranked[middle] + self.ranked[~middle]) / 2

@@ -1,0 +1,62 @@
+"""What text and grids say of pools, in the simulator's own terms."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+
+from astrolabe_lab.disagg.constants import Constants
+from astrolabe_lab.disagg.state import HandOff
+from astrolabe_lab.errors import InputError
+
+
+def hand_off(given: str | Mapping[str, object], base: HandOff | None = None) -> HandOff:
+    """The hand-off ``base`` (default: the default) with ``key=value,...`` applied, as text or a mapping of typed or
+    textual values. Raises InputError."""
+    values: dict[str, object] = {}
+    pairs = given.items() if isinstance(given, Mapping) else _pairs(given)
+    allowed = {field.name: field.default for field in fields(HandOff)}
+    for key, value in pairs:
+        if key not in allowed:
+            raise InputError(f"hand-off: unknown key {key!r}; allowed: {', '.join(allowed)}")
+        if key in values:
+            raise InputError(f"hand-off: {key} is given twice")
+        values[key] = _typed(key, value, allowed[key]) if isinstance(value, str) else value
+    return replace(base or HandOff(), **values)
+
+
+def constants(given: object, changes: Mapping[str, object] | None = None) -> Constants:
+    """The constants that a setting names (a name, a file, a dict, or Constants), with some changed."""
+    if isinstance(given, Mapping):
+        given = Constants.from_dict(dict(given))
+    if not isinstance(given, Constants):
+        given = Constants.read(str(given))
+    return given.with_(**changes) if changes else given
+
+
+def slo_of(constants: Constants):
+    """The targets of the constants as ``measure.SLO``."""
+    from astrolabe_lab.measure import SLO
+
+    return SLO(ttft_s=constants.ttft_s, tpot_s=constants.tpot_s, loose_factor=constants.loose_factor)
+
+
+def _pairs(text: str):
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = (p.strip() for p in part.partition("="))
+        if not equals or not value:
+            raise InputError(f"hand-off: {part!r} is not key=value (example: base_s=0.04,polls=end)")
+        yield key, value
+
+
+def _typed(key: str, value: str, default: object) -> object:
+    if isinstance(default, bool):
+        if value.lower() not in ("true", "false"):
+            raise InputError(f"hand-off: {key}={value} must be true or false")
+        return value.lower() == "true"
+    if isinstance(default, str):
+        return value
+    try:
+        return float(value)
+    except ValueError:
+        raise InputError(f"hand-off: {key}={value} must be a number, in s") from None
