@@ -49,6 +49,7 @@ def launch(
     cores: Sequence[Sequence[int]] | None = None,
     flags: Sequence[str] = (),
     restart: bool = False,
+    prepare: Callable[[Cluster], None] | None = None,
 ) -> Cluster:
     """Start ``instances`` engines and return when all serve.
 
@@ -56,7 +57,8 @@ def launch(
     are emulated; ``time_scale``: wall seconds per modelled second. Real ones (``world="hardware"``) take ``engine`` on
     top of vLLM's own defaults, ``cost`` for Predictors, and ``model, device, tensor_parallel, gpus, cores, flags`` as
     ``hardware.Hardware`` says. ``folder``: for logs and status files (default: a new temporary one). ``restart``: start
-    an engine again that ends. ``progress`` gets one line at a time (default: standard error).
+    an engine again that ends. ``progress`` gets one line at a time (default: standard error). ``prepare`` gets the
+    cluster before its engines start, to change their commands.
 
     Raises InputError for what cannot start here (no vLLM, too little memory, no such GPU), and EngineError with the
     tail of the log for an engine that ended, or does not serve after ``timeout_s``.
@@ -82,6 +84,8 @@ def launch(
     root = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="astrolabe-cluster-"))
     root.mkdir(parents=True, exist_ok=True)
     cluster = make(root)
+    if prepare is not None:
+        prepare(cluster)
     try:
         for each in cluster.engines:
             each.start()

@@ -1,0 +1,116 @@
+"""Start a prefill and a decode pool of vLLM engines that hand KV blocks over.
+
+with launch_pools(2, 2, world="hardware") as pools:            # real transfers by NIXL, on GPUs or the CPU
+    print(pools.prefill, pools.decode)
+with launch_pools(2, 4, preset="qwen2.5-3b-a40") as pools:     # emulated: steps and transfers take the modelled time
+    ...
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import dataclass
+
+from astrolabe_lab.calibrate.artifact import Transfer
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.serve.engine_process import Engine, free_port
+from astrolabe_lab.serve.launch import launch
+from astrolabe_lab.serve.running import Cluster
+
+ROLES = ("prefill", "decode")
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+PRESET = "qwen2.5-3b-a40"
+TRANSFER = Transfer(0.040, 16 * 36_864 / 10e9)  # as disagg.constants.PAPER has it
+EXPIRY_S = 30.0  # until a prefill engine gives up blocks that nobody has pulled
+
+
+@dataclass(frozen=True)
+class Handover:
+    """How blocks get from pool to pool. ``transfer``: modelled times of emulated engines; ``expiry_s``: how long
+    (modelled) a prefill engine keeps blocks that nobody pulls; ``fail_share``: of emulated pulls, how many fail."""
+
+    transfer: Transfer = TRANSFER
+    expiry_s: float = EXPIRY_S
+    fail_share: float = 0.0
+
+    def __post_init__(self):
+        if not 0 <= self.fail_share <= 1:
+            raise InputError(f"fail_share={self.fail_share!r} must be from 0 to 1")
+        if not self.expiry_s > 0:
+            raise InputError(f"expiry_s={self.expiry_s!r} must be a number of seconds > 0")
+
+
+def parse_pools(text: str) -> tuple[int, int]:
+    """``P+D`` engines, like ``2+4``. Raises InputError."""
+    prefill, plus, decode = text.partition("+")
+    if not (plus and prefill.isdigit() and decode.isdigit() and int(prefill) and int(decode)):
+        raise InputError(f"pools {text!r} are not PREFILL+DECODE engines, like 2+4")
+    return int(prefill), int(decode)
+
+
+def launch_pools(prefill: int, decode: int, *, handover: Handover = Handover(), world="emulated", **options) -> Cluster:
+    """A running Cluster whose first ``prefill`` engines have the role prefill and the others decode.
+
+    ``options`` are those of ``serve.launch.launch``. Raises InputError where NIXL is needed and missing, and whatever
+    that raises.
+    """
+    for name, value in (("prefill", prefill), ("decode", decode)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{name}={value!r} must be a whole number of engines >= 1")
+    if world == "hardware" and importlib.util.find_spec("nixl") is None:
+        raise InputError("real transfers need NIXL: pip install -c constraints.txt --no-deps nixl nixl-cu12")
+    if world == "emulated" and not options.get("preset"):
+        options["preset"] = PRESET
+
+    def prepare(cluster: Cluster) -> None:
+        for engine in cluster.engines:
+            engine.role = ROLES[engine.index >= prefill]
+            connect = _emulated if world == "emulated" else _nixl
+            connect(engine, cluster, handover)
+
+    return launch(prefill + decode, world=world, prepare=prepare, **options)
+
+
+def of_role(cluster, role: str) -> list:
+    """The engines of a pool: of a Cluster or a ClusterFile."""
+    return [e for e in cluster.engines if (e["role"] if isinstance(e, dict) else e.role) == role]
+
+
+def _nixl(engine: Engine, cluster: Cluster, handover: Handover) -> None:
+    from astrolabe_lab.serve.placement import device_of
+
+    config = {
+        "kv_connector": "NixlConnector",
+        "kv_role": KV_ROLES[engine.role],
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"kv_lease_duration": max(1, round(handover.expiry_s))},
+    }
+    engine.environment |= {
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+    }  # fmt: skip
+    if "CUDA_VISIBLE_DEVICES" not in engine.environment or device_of() == "cpu":
+        config["kv_buffer_device"] = "cpu"
+        engine.environment |= {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"}
+    engine.command += ["--kv-transfer-config", json.dumps(config)]
+
+
+def _emulated(engine: Engine, cluster: Cluster, handover: Handover) -> None:
+    extra = {
+        "port": free_port(),
+        "latency_s": handover.transfer.latency_s,
+        "per_block_s": handover.transfer.per_block_s,
+        "expiry_s": handover.expiry_s,
+        "time_scale": cluster.time_scale,
+        "fail_share": handover.fail_share if engine.role == "decode" else 0.0,
+    }
+    config = {
+        "kv_connector": "EmulatedConnector",
+        "kv_connector_module_path": "astrolabe_lab.serve.pools.connector",
+        "kv_role": KV_ROLES[engine.role],
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }
+    at = engine.command.index("--distributed-executor-backend") + 1
+    engine.command[at] = "astrolabe_lab.serve.pools.executor.PoolExecutor"
+    engine.command += ["--kv-transfer-config", json.dumps(config)]

@@ -1,0 +1,323 @@
+"""The router of two pools: a request is computed by one prefill engine, decoded by one decode engine.
+
+arrive, tag, choose a pair, prefill (one token, blocks kept), decode (pulls the blocks, streams), record. Everything
+around that is ``serve.router``'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field, replace
+
+import aiohttp
+from aiohttp import web
+
+from astrolabe_lab.disagg.constants import Constants
+from astrolabe_lab.disagg.view import Ledger as PairLedger
+from astrolabe_lab.disagg.view import PoolsView, check_pair
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.request import Request
+from astrolabe_lab.serve.dispatch import (
+    ERROR_BYTES,
+    HOP_BY_HOP,
+    OURS,
+    Decision,
+    Dispatch,
+    ServerError,
+    Unanswered,
+)  # fmt: skip
+from astrolabe_lab.serve.instance import Instance
+from astrolabe_lab.serve.loop_lag import LoopLag
+from astrolabe_lab.serve.openai_api import Asked, Refusal
+from astrolabe_lab.serve.pools import handoff
+from astrolabe_lab.serve.pools.occupancy import Occupancy
+from astrolabe_lab.serve.pools.records import PoolCounters, PoolRecords
+from astrolabe_lab.serve.router import Router, _given_up, decision_stream
+
+RELEASE_S = 10.0  # wall s, for a decode engine to take in that a prompt's blocks are not wanted
+
+
+@dataclass(slots=True)
+class Seen:
+    """What a decision leaves for the answer's headers and the records."""
+
+    pools: PoolsView
+    late: int = 0
+    predictions: dict = field(default_factory=dict)
+    predicted_e2e_s: dict = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Pair:
+    """One choice. ``prefill``, ``decode``: the instances."""
+
+    prefill: Instance
+    decode: Instance
+    seen: Seen
+    decided_s: float  # modelled
+    seconds: float  # wall
+
+
+@dataclass
+class PoolRouter(Router):
+    """Dispatches requests to pairs of ``instances``: the first ``n_prefill`` are the prefill pool, the others decode.
+
+    ``policy.choose(request, PoolsView, rng)`` gives a pair. ``constants``: what the policy prices with.
+    """
+
+    n_prefill: int = 1
+    constants: Constants | None = None
+    poll_s: float = 0.05
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not 1 <= self.n_prefill < len(self.instances):
+            raise InputError(f"{self.n_prefill} of {len(self.instances)} engines for prefill leave no pair")
+        if self.constants is None:
+            raise InputError("a router of pools prices with constants: give a calibration, or constants from elsewhere")
+        self.pairs = PairLedger()
+        self.lag = LoopLag()
+        self.records = PoolRecords(
+            self.now_s, self.policy_name, self.journal, self.keep_prompts, PoolCounters(), n_prefill=self.n_prefill
+        )
+        self.records.begin_pools(self)
+        self.occupancy = Occupancy(self.instances, self.now_s, self.time_scale, self.poll_s)
+        self.occupancy.number(self.n_prefill)
+        self._releases: set[asyncio.Task] = set()
+
+    @property
+    def prefill_pool(self) -> list[Instance]:
+        return self.instances[: self.n_prefill]
+
+    @property
+    def decode_pool(self) -> list[Instance]:
+        return self.instances[self.n_prefill :]
+
+    def warm_up(self) -> None:
+        """Nothing that is compiled waits for the first request."""
+
+    async def _running(self, app):
+        async with contextlib.asynccontextmanager(super()._running)(app):
+            inner = self._dispatch
+            self._session = inner.session
+            self._dispatch = PairDispatch(
+                inner.session, inner.now_s, inner.time_scale, inner.limits, inner.records, inner.name_requests,
+                inner.count_tokens, inner.foresight,
+            )  # fmt: skip
+            self._dispatch.n_prefill = self.n_prefill
+            tasks = [asyncio.create_task(self.occupancy.run(inner.session)), asyncio.create_task(self.lag.watch())]
+            yield
+            for task in (*tasks, *self._releases):
+                task.cancel()
+            await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
+
+    # the data path
+
+    async def _serve(self, http, request: Request, asked: Asked, origins: tuple[str, str]) -> web.StreamResponse:
+        handle = None
+        try:
+            pair, handle, refused = await self._compute(http, request, asked, origins)
+            if refused is not None:
+                return refused
+            tried: dict[int, Unanswered] = {}
+            while True:
+                # After a failed pull the blocks may be gone: the last try computes the prompt where it decodes.
+                last = len(tried) + 1 >= min(self.limits.tries, len(self.decode_pool))
+                given = None if tried and last else handle
+                if tried and last and handle is not None:
+                    self.records.counters.recomputed += 1
+                body = replace(asked, body=handoff.decode_body(asked.body, given))
+                answer = await self._dispatch(http, body, request, _decision(pair))
+                if not isinstance(answer, Unanswered):
+                    handle = None
+                    return answer
+                tried[pair.decode.index] = answer
+                self.records.counters.retries += 1
+                if len(tried) >= self.limits.tries or sum(t.reached for t in tried.values()) >= self.limits.failures:
+                    raise _given_up(tried)
+                pair = self._choose_pair(request, set(), set(tried), keep=pair.prefill)
+                self._enter(request, pair, asked, len(tried), origins)
+                self.pairs.prefilled(request.rid, self.now_s())
+        finally:
+            if handle is not None and request.rid not in self._dispatch.pulled:
+                self._release(asked, handle, pair.decode)
+            self._dispatch.pulled.discard(request.rid)
+            self.pairs.ended(request.rid)
+
+    async def _compute(self, http, request: Request, asked: Asked, origins):
+        """Step one: (pair, what prefill says of the blocks, or None where decode must compute them, a refusal)."""
+        tried: dict[int, Unanswered] = {}
+        pair = self._choose_pair(request, set(), set())
+        while True:
+            self._enter(request, pair, asked, len(tried), origins)
+            answer = await self._prefill(http, asked, request, pair.prefill)
+            if isinstance(answer, web.Response):
+                return pair, None, answer
+            if not isinstance(answer, Unanswered):
+                self.pairs.prefilled(request.rid, self.now_s())
+                return pair, answer or None, None
+            tried[pair.prefill.index] = answer
+            self.records.counters.retries += 1
+            if sum(t.reached for t in tried.values()) >= self.limits.failures:
+                raise _given_up(tried)
+            try:
+                pair = self._choose_pair(request, set(tried), set())
+            except Refusal:  # no prefill engine is left: decode engines can compute prompts too
+                self.records.counters.recomputed += 1
+                self.pairs.prefilled(request.rid, self.now_s())
+                return pair, None, None
+
+    def _enter(self, request: Request, pair: Pair, asked: Asked, attempt: int, origins) -> None:
+        self.records.pair(asked, request, pair, attempt, *origins)
+        self.pairs.ended(request.rid)
+        self.pairs.sent(request, pair.prefill.index, pair.decode.index - self.n_prefill, self.now_s())
+
+    async def _prefill(self, http, asked: Asked, request: Request, instance: Instance):
+        """The handle of the blocks ({} where it keeps none), the engine's refusal as a response, or Unanswered."""
+        sent_s, status, reason, handle = self.now_s(), "aborted", "the client went away", None
+        instance.ledger.open(request.rid, request.prompt_tokens, 1, sent_s, False)
+        try:
+            async with asyncio.timeout(self.limits.first_byte_s * self.time_scale):
+                async with await self._dispatch.post(http, asked, request, instance, handoff.prefill_body) as upstream:
+                    body = await upstream.content.read(-1 if upstream.status < 400 else ERROR_BYTES)
+                    if upstream.status >= 500:
+                        raise ServerError(upstream.status, body, upstream.content_type)
+                    instance.breaker.succeeded()
+                    if upstream.status >= 400:
+                        status, reason = "rejected", f"HTTP {upstream.status}"
+                        self.records.refused_by(request, instance.index, reason)
+                        headers = {"X-Request-Id": str(request.rid)}
+                        return web.Response(
+                            status=upstream.status, body=body, content_type=upstream.content_type, headers=headers
+                        )
+                    handle = handoff.handle_of(_json(body)) or {}
+                    status, reason = "ok", ""
+                    return handle
+        except (aiohttp.ClientError, TimeoutError, OSError, ServerError) as error:
+            status, reason = "failed", f"{type(error).__name__}: {error}"
+            instance.breaker.failed(self.now_s())
+            self.records.counters.upstream_errors += 1
+            if isinstance(error, ServerError):
+                return Unanswered(reason, True, error.status, error.body, error.kind)
+            reached = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
+            return Unanswered(reason, reached)
+        finally:
+            instance.settle(request.rid)
+            self.records.prefilled(request, instance.index, sent_s, status, reason, handoff.blocks_of(handle))
+
+    # choosing
+
+    def _choose_pair(self, request: Request, no_prefill: set[int], no_decode: set[int], keep=None) -> Pair:
+        started = time.perf_counter()
+        now_s = self.now_s()
+        prefill = [keep] if keep else [i for i in self.prefill_pool if self._may(i, no_prefill, now_s)]
+        decode = [i for i in self.decode_pool if self._may(i, no_decode, now_s)]
+        for name, pool in (("prefill", prefill), ("decode", decode)):
+            if not pool:
+                raise Refusal(503, f"no {name} engine is available; try again in a moment", "unavailable",
+                              headers={"Retry-After": "1"})  # fmt: skip
+        self._sync()
+        polled = self.occupancy.rows
+        view = PoolsView(
+            now_s,
+            polled[[i.index for i in prefill]],
+            polled[[i.index for i in decode]],
+            self.pairs.rows,
+            self.constants,
+        )
+        rng = decision_stream(self.seed, request.rid, len(no_prefill) + len(no_decode))
+        p, d = check_pair(self.policy.choose(request, view, rng), len(prefill), len(decode), self.policy_name)
+        decided_s = self.now_s()
+        for instance in (prefill[p], decode[d]):
+            instance.breaker.sent(decided_s)
+        return Pair(prefill[p], decode[d], Seen(view), decided_s, time.perf_counter() - started)
+
+    def _may(self, instance: Instance, excluded: set[int], now_s: float) -> bool:
+        return instance.index not in excluded and instance.available(now_s)
+
+    def _sync(self) -> None:
+        """Enter into the pairs' ledger what has been streamed since the last decision."""
+        known = {int(row["rid"]): int(row["streamed"]) for row in self.pairs.rows}
+        for instance in self.decode_pool:
+            for entry in instance.ledger.entries.values():
+                new = entry.streamed - known.get(entry.rid, entry.streamed)
+                if new > 0:
+                    self.pairs.streamed(entry.rid, new, entry.first_token_s or self.now_s())
+
+    # what nobody wants any more
+
+    def _release(self, asked: Asked, handle: dict, instance: Instance) -> None:
+        task = asyncio.get_running_loop().create_task(self._let_go(asked, handle, instance))
+        self._releases.add(task)
+        task.add_done_callback(self._releases.discard)
+
+    async def _let_go(self, asked: Asked, handle: dict, instance: Instance) -> None:
+        """Tell prefill, through a decode engine, that its blocks will not be pulled; else they expire there."""
+        timeout = aiohttp.ClientTimeout(total=RELEASE_S)
+        try:
+            body = handoff.release_body(asked.body, handle)
+            async with self._session.post(instance.url + asked.path, json=body, timeout=timeout) as answer:
+                told = 400 <= answer.status < 500
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            told = False
+        self.records.counters.released += told
+        self.records.counters.left_to_expire += not told
+
+
+@dataclass
+class PairDispatch(Dispatch):
+    """The second step: to the decode engine, as any request goes to its engine. ``pulled``: requests whose answer has
+    begun, so that their blocks have been pulled."""
+
+    n_prefill: int = 1
+    pulled: set[int] = field(default_factory=set)
+
+    async def post(self, http, asked: Asked, request: Request, instance: Instance, change):
+        """Send ``change(body)`` with the client's headers."""
+        body = change(asked.body)
+        if self.name_requests:
+            given = body.get("vllm_xargs")
+            body["vllm_xargs"] = (dict(given) if isinstance(given, dict) else {}) | {
+                "rid": request.rid, "predicted_tokens": request.predicted_tokens,
+            }  # fmt: skip
+        headers = {k: v for k, v in http.headers.items() if k.lower() not in HOP_BY_HOP | OURS}
+        headers["X-Request-Id"] = str(request.rid)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.wall_s(self.limits.connect_s))
+        return await self.session.post(instance.url + asked.path, json=body, headers=headers, timeout=timeout)
+
+    async def _write(self, http, answer, chunk: bytes, upstream, request, decision, patience) -> None:
+        if upstream.status == 200:
+            self.pulled.add(request.rid)
+        await super()._write(http, answer, chunk, upstream, request, decision, patience)
+
+    def _headers(self, upstream, request: Request, decision: Decision) -> dict:
+        headers = super()._headers(upstream, request, decision)
+        pair: Pair = decision.view.pair
+        headers["X-Astrolabe-Prefill-Instance"] = str(pair.prefill.index)
+        headers["X-Astrolabe-Decode-Instance"] = str(pair.decode.index - self.n_prefill)
+        return headers
+
+
+@dataclass(slots=True)
+class _View:
+    """What ``Dispatch`` reads of a view."""
+
+    pair: Pair
+    predictions: dict = field(default_factory=dict)
+    predicted_e2e_s: dict = field(default_factory=dict)
+    late: int = 0
+
+
+def _decision(pair: Pair) -> Decision:
+    return Decision(pair.decode, _View(pair), pair.decided_s, pair.seconds)
+
+
+def _json(body: bytes):
+    import json
+
+    try:
+        return json.loads(body)
+    except ValueError:
+        return None

@@ -1,0 +1,66 @@
+"""Prefill and decode engines that answer as they are told and keep account of KV blocks. No vLLM."""
+
+from contextlib import asynccontextmanager
+
+from aiohttp import web
+from scripted_engine import ScriptedEngine
+
+
+class PoolEngine(ScriptedEngine):
+    """``held``: handles of blocks it keeps for a pull; ``pulled``, ``recomputed``, ``let_go``: what decode did of them.
+
+    Scripts beside those of ScriptedEngine: ``die_after`` (prefill answers, then its blocks are gone), ``die_pulling``
+    (decode closes the connection before its first byte, without having pulled).
+    """
+
+    def __init__(self, pools, **options):
+        super().__init__(**options)
+        self.pools = pools
+        self.held, self.pulled, self.recomputed, self.let_go = {}, [], [], []
+        self.alone = 0  # requests it got without a handle, and without being asked to keep blocks
+
+    async def _answer(self, http, body):
+        params = body.get("kv_transfer_params")
+        if params and params.get("do_remote_decode"):
+            return await self._prefill(http, body)
+        if params and params.get("do_remote_prefill"):
+            if self.script == "die_pulling":
+                http.transport.close()
+                return web.Response()
+            found = self.pools[params["remote_engine_id"]].held.pop(params["remote_request_id"], None)
+            if body["max_tokens"] > 10**6:
+                self.let_go.append(params["remote_request_id"])
+                return web.json_response(
+                    {"error": {"message": "too long", "type": "BadRequest", "code": 400}}, status=400
+                )
+            (self.pulled if found else self.recomputed).append(params["remote_request_id"])
+        else:
+            self.alone += 1
+        return await super()._answer(http, body)
+
+    async def _prefill(self, http, body):
+        assert body["max_tokens"] == 1 and not body["stream"] and "stream_options" not in body
+        answer = await super()._answer(http, body)
+        if self.script not in ("ok", "die_after"):
+            return answer
+        name = http.headers["X-Request-Id"]
+        handle = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3]],
+                  "remote_engine_id": self.url, "remote_request_id": name}  # fmt: skip
+        if self.script == "ok":
+            self.held[name] = handle
+        import json
+
+        return web.json_response(json.loads(answer.body) | {"kv_transfer_params": handle})
+
+
+@asynccontextmanager
+async def scripted_pools(prefill, decode, **options):
+    """(prefill engines, decode engines)."""
+    pools = {}
+    engines = [await PoolEngine(pools, **options).start() for _ in range(prefill + decode)]
+    pools.update({engine.url: engine for engine in engines})
+    try:
+        yield engines[:prefill], engines[prefill:]
+    finally:
+        for engine in engines:
+            await engine.stop()

@@ -1,0 +1,319 @@
+"""The router of pools over scripted engines: one row a request, no blocks left behind, whatever fails."""
+
+import asyncio
+import json
+import random
+from contextlib import asynccontextmanager
+
+import aiohttp
+import numpy as np
+import pytest
+from scripted_pools import scripted_pools
+
+from astrolabe_lab import InputError
+from astrolabe_lab.disagg.constants import PAPER
+from astrolabe_lab.disagg.policies import LeastLoadedPair, RoundRobinPair
+from astrolabe_lab.serve import journal
+from astrolabe_lab.serve.instance import Instance
+from astrolabe_lab.serve.limits import Limits
+from astrolabe_lab.serve.listen import listening
+from astrolabe_lab.serve.pools import handoff
+from astrolabe_lab.serve.pools.records import rows
+from astrolabe_lab.serve.pools.router import PoolRouter
+from astrolabe_lab.serve.prompt_tokens import ByBytes
+from astrolabe_lab.sim.config import EngineConfig
+
+MODEL = "m"
+LIMITS = Limits(probe_s=0.05, first_byte_s=1.0, between_bytes_s=1.0, drain_s=1.0)
+
+
+async def constant(asked):
+    return asked.predicted_tokens or 64, "constant"
+
+
+@asynccontextmanager
+async def routed(pools, path, policy=None, limits=LIMITS, **options):
+    prefill, decode = pools
+    router = PoolRouter(
+        [Instance(i, engine.url, EngineConfig()) for i, engine in enumerate([*prefill, *decode])],
+        policy or RoundRobinPair(), "test", [MODEL], ByBytes(), constant, limits=limits,
+        journal=journal.Journal(path), n_prefill=len(prefill), constants=PAPER, **options,
+    )  # fmt: skip
+    async with listening(router) as url, aiohttp.ClientSession() as session:
+        yield router, session, url
+
+
+async def ask(session, url, stream=True, **more):
+    body = {"model": MODEL, "prompt": "hello there", "max_tokens": 6, "stream": stream, **more}
+    async with session.post(url + "/v1/completions", json=body) as answer:
+        return answer.status, await answer.read(), answer.headers
+
+
+async def settled(router, prefill):
+    """Wait until nothing is in flight and no block is held."""
+    for _ in range(200):
+        if not router.in_flight and not any(engine.held for engine in prefill) and not router._releases:
+            return
+        await asyncio.sleep(0.02)
+
+
+def run(story):
+    return asyncio.run(asyncio.wait_for(story, 60))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_is_prefilled_on_one_engine_and_decoded_on_another(tmp_path, stream):
+    async def story():
+        async with scripted_pools(2, 2) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            status, body, headers = await ask(session, url, stream, min_tokens=6, stream_options={"include_usage": True}
+                                              if stream else None)  # fmt: skip
+            assert status == 200 and body.count(b" t") in (6, 1)
+            assert headers["X-Astrolabe-Prefill-Instance"] == headers["X-Astrolabe-Decode-Instance"] == "0"
+            (first,), (second,) = prefill[0].seen, decode[0].seen
+            assert first["max_tokens"] == 1 and "min_tokens" not in first
+            assert second["max_tokens"] == 6 and second["min_tokens"] == 6
+            assert second["kv_transfer_params"]["remote_engine_id"] == prefill[0].url
+            assert first["vllm_xargs"]["rid"] == second["vllm_xargs"]["rid"]
+            assert len(decode[0].pulled) == 1 and not prefill[0].held
+            assert len(router.pairs.rows) == 0
+
+    run(story())
+    (row,) = rows(tmp_path / "j").to_dict("records")
+    assert (row["status"], row["prefill_instance"], row["decode_instance"], row["blocks"]) == ("ok", 0, 0, 3)
+    assert row["generated_tokens"] == 6
+    assert row["arrived_s"] <= row["prefill_finished_s"] <= row["finished_s"]
+
+
+def test_a_prefill_engine_that_fails_is_passed_over_before_the_client_has_seen_anything(tmp_path):
+    async def story():
+        async with scripted_pools(2, 1) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            for script in ("http:500", "refuse", "silent"):
+                prefill[0].script, router.policy.count = script, 0
+                status, _, headers = await ask(session, url)
+                assert (status, headers["X-Astrolabe-Prefill-Instance"]) == (200, "1"), script
+                router.instances[0].breaker.succeeded()
+            assert router.counters.retries == 3
+
+    run(story())
+    frame = rows(tmp_path / "j")
+    assert len(frame) == 3 and (frame["status"] == "ok").all() and (frame["attempts"] == 2).all()
+
+
+def test_blocks_lost_with_their_prefill_engine_are_computed_again_where_it_decodes(tmp_path):
+    async def story():
+        async with scripted_pools(1, 1) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            _, session, url = found
+            prefill[0].script = "die_after"
+            assert (await ask(session, url))[0] == 200
+            assert len(decode[0].recomputed) == 1
+
+    run(story())
+    assert list(rows(tmp_path / "j")["status"]) == ["ok"]
+
+
+def test_without_any_prefill_engine_decode_engines_compute_prompts(tmp_path):
+    async def story():
+        async with scripted_pools(1, 1) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            await prefill[0].stop()
+            assert (await ask(session, url))[0] == 200
+            assert decode[0].alone == 1 and router.counters.recomputed == 1
+
+    run(story())
+    assert list(rows(tmp_path / "j")["status"]) == ["ok"]
+
+
+def test_a_decode_engine_that_dies_while_pulling_is_passed_over_and_the_blocks_are_pulled_by_another(tmp_path):
+    async def story():
+        async with scripted_pools(1, 3) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            decode[0].script = "die_pulling"
+            status, _, headers = await ask(session, url)
+            assert status == 200 and headers["X-Astrolabe-Decode-Instance"] != "0"
+            await settled(router, prefill)
+            assert not prefill[0].held
+            assert sum(len(engine.pulled) for engine in decode) == 1
+
+    run(story())
+    assert list(rows(tmp_path / "j")["status"]) == ["ok"]
+
+
+def test_when_every_decode_engine_fails_the_client_is_told_and_the_blocks_are_given_back(tmp_path):
+    async def story():
+        async with scripted_pools(1, 2) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            for engine in decode:
+                engine.script = "http:500"
+            status, body, _ = await ask(session, url)
+            assert status == 500 and json.loads(body)["error"]["type"] == "told"
+            await settled(router, prefill)
+            assert len(router.pairs.rows) == 0 and not any(len(i.ledger) for i in router.instances)
+
+    run(story())
+    assert list(rows(tmp_path / "j")["status"]) == ["failed"]
+
+
+def test_a_client_that_leaves_between_the_steps_leaves_no_blocks_behind(tmp_path):
+    async def story():
+        async with scripted_pools(1, 1) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            gate = asyncio.Event()
+            choose, left = router._dispatch.__class__.__call__, []
+
+            async def held_up(self, *arguments):
+                left.append(True)
+                await gate.wait()
+                return await choose(self, *arguments)
+
+            router._dispatch.__class__.__call__ = held_up
+            try:
+                asking = asyncio.create_task(ask(session, url))
+                while not left:
+                    await asyncio.sleep(0.01)
+                assert len(prefill[0].held) == 1
+                asking.cancel()
+                await settled(router, prefill)
+            finally:
+                router._dispatch.__class__.__call__ = choose
+            assert not prefill[0].held and len(router.pairs.rows) == 0
+
+    run(story())
+    assert list(rows(tmp_path / "j")["status"]) == ["aborted"]
+
+
+def test_a_client_that_leaves_in_mid_stream_ends_the_request_at_decode(tmp_path):
+    async def story():
+        pools = scripted_pools(1, 1, token_s=0.05)
+        async with pools as (prefill, decode), routed((prefill, decode), tmp_path / "j") as (router, session, url):
+            body = {"model": MODEL, "prompt": "x", "max_tokens": 500, "stream": True}
+            answer = await session.post(url + "/v1/completions", json=body)
+            await answer.content.readany()
+            answer.close()
+            await settled(router, prefill)
+            assert decode[0].aborted == 1 and len(router.pairs.rows) == 0
+
+    run(story())
+    assert list(rows(tmp_path / "j")["status"]) == ["aborted"]
+
+
+def test_a_prompt_that_prefill_refuses_is_refused_to_the_client_and_nothing_is_decoded(tmp_path):
+    async def story():
+        async with scripted_pools(1, 1) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            prefill[0].script = "http:400"
+            status, body, _ = await ask(session, url)
+            assert status == 400 and json.loads(body)["error"]["type"] == "told"
+            assert not decode[0].seen and router.instances[0].breaker.opened_s is None
+
+    run(story())
+    assert list(rows(tmp_path / "j")["status"]) == ["rejected"]
+
+
+class Watching:
+    """Remembers what it was shown."""
+
+    def __init__(self):
+        self.seen = []
+
+    def choose(self, request, cluster, rng):
+        self.seen.append((cluster.in_flight.copy(), cluster.prefill.copy(), cluster.decode.copy()))
+        return 0, len(cluster.decode) - 1
+
+
+def test_a_policy_sees_the_ledger_as_tokens_stream_and_pools_numbered_from_zero(tmp_path):
+    async def story():
+        pools, policy = scripted_pools(1, 2, token_s=0.02), Watching()
+        async with (
+            pools as (prefill, decode),
+            routed((prefill, decode), tmp_path / "j", policy) as (_, session, url),
+        ):
+            first = asyncio.create_task(ask(session, url, max_tokens=40))
+            await asyncio.sleep(0.4)
+            await ask(session, url, max_tokens=2)
+            await first
+        return policy.seen
+
+    empty, later = run(story())
+    assert len(empty[0]) == 0
+    (row,) = later[0]
+    assert (row["prefill"], row["decode"]) == (0, 1)
+    assert 2 < row["streamed"] < 40 and row["sent_s"] <= row["prefilled_s"] <= row["first_token_s"]
+    assert later[1]["instance"].tolist() == [0] and later[2]["instance"].tolist() == [0, 1]
+    assert (later[2]["capacity_tokens"] == 1055 * 16).all()
+
+
+def test_chaos_loses_nothing_and_leaks_nothing(tmp_path):
+    dice = random.Random(5)
+    n = 160
+    limits = Limits(probe_s=0.05, first_byte_s=0.5, between_bytes_s=0.5, drain_s=1.0)
+
+    async def one(session, url):
+        with_patience = aiohttp.ClientTimeout(total=dice.choice([0.02, 0.1, 5.0, 5.0, 5.0]))
+        body = {"model": MODEL, "prompt": "x" * dice.randint(1, 50), "max_tokens": dice.randint(1, 9), "stream": True}
+        try:
+            async with session.post(url + "/v1/completions", json=body, timeout=with_patience) as answer:
+                await answer.read()
+        except (aiohttp.ClientError, TimeoutError):
+            pass
+
+    async def troubles(prefill, decode):
+        scripts = ["ok", "ok", "ok", "http:500", "refuse", "break"]
+        while True:
+            await asyncio.sleep(0.05)
+            dice.choice(prefill).script = dice.choice([*scripts, "die_after"])
+            dice.choice(decode).script = dice.choice([*scripts, "die_pulling"])
+
+    async def story():
+        pools = scripted_pools(2, 3, token_s=0.004)
+        async with (
+            pools as (prefill, decode),
+            routed((prefill, decode), tmp_path / "j", LeastLoadedPair(), limits) as (router, session, url),
+        ):
+            trouble = asyncio.create_task(troubles(prefill, decode))
+            gate = asyncio.Semaphore(12)
+
+            async def gated():
+                async with gate:
+                    await one(session, url)
+
+            await asyncio.gather(*(gated() for _ in range(n)))
+            trouble.cancel()
+            await settled(router, [])
+            assert router.in_flight == 0 and len(router.pairs.rows) == 0
+            assert [len(i.ledger) for i in router.instances] == [0] * 5
+            return router.counters
+
+    counters = run(story())
+    frame = rows(tmp_path / "j")
+    assert len(frame) == frame["rid"].nunique()
+    assert not (frame["status"] == "unfinished").any()
+    assert set(frame["status"]) >= {"ok", "aborted"}
+    assert sum(counters.outcomes.values()) - counters.outcomes["retried"] == len(frame)
+
+
+def test_bodies_of_the_two_steps_leave_the_client_s_own_alone():
+    body = {"model": "m", "messages": [], "max_completion_tokens": 9, "stream": True, "stream_options": {}, "n": 1}
+    before = json.dumps(body)
+    first = handoff.prefill_body(body)
+    assert first["max_completion_tokens"] == 1 and "max_tokens" not in first and first["stream"] is False
+    assert "stream_options" not in first and first["kv_transfer_params"]["do_remote_decode"] is True
+    assert handoff.decode_body(body, None) == body
+    assert handoff.decode_body(body | {"kv_transfer_params": {"a": 1}}, None) == body  # a client's own go nowhere
+    assert json.dumps(body) == before
+    assert handoff.handle_of({"kv_transfer_params": None}) is None
+    assert handoff.blocks_of({"remote_block_ids": [[4, 5, 6]]}) == 3 and handoff.blocks_of(None) == 0
+
+
+def test_a_router_of_pools_needs_both_pools_and_constants(tmp_path):
+    instances = [Instance(i, "http://127.0.0.1:1", EngineConfig()) for i in range(2)]
+    with pytest.raises(InputError, match="leave no pair"):
+        PoolRouter(instances, RoundRobinPair(), "t", [MODEL], ByBytes(), constant, n_prefill=2, constants=PAPER)
+    with pytest.raises(InputError, match="give a calibration"):
+        PoolRouter(instances, RoundRobinPair(), "t", [MODEL], ByBytes(), constant, n_prefill=1)
+    assert np.isneginf(
+        PoolRouter(
+            instances, RoundRobinPair(), "t", [MODEL], ByBytes(), constant, n_prefill=1, constants=PAPER
+        ).occupancy.rows["taken_s"]
+    ).all()
