@@ -27,8 +27,9 @@ class Encoder(LinearEstimator):
     encoder: ``minilm`` (the packaged all-MiniLM-L6-v2), a folder, or a name on a hub such as ``roberta-base``.
     fine_tune: train the whole encoder with a quantile head. The paper's setting is
         ``encoder:encoder=roberta-base,fine_tune=true`` with the defaults of what follows.
-    landmarks: at most so many known prompts are compared with. vocabulary, alpha: as in ``prompt_ridge``;
-        vocabulary=0 leaves the wording out. These three are of the frozen encoder alone.
+    landmarks: at most so many known prompts are compared with; None: all of up to 4,000, and 1,000 of more.
+        vocabulary, alpha: as in ``prompt_ridge``; vocabulary=0 leaves the wording out. These three are of the frozen
+        encoder alone.
     max_tokens: of a prompt that are read, half at its head and half at its tail if it is longer.
     learning_rate, head_learning_rate, batch_size, epochs, warmup, weight_decay, patience, checkpoint_every, seed: see
         ``finetune.Schedule``. validation: the share of training prompts that decides when to stop.
@@ -40,7 +41,7 @@ class Encoder(LinearEstimator):
 
     encoder: str = MINILM
     fine_tune: bool = False
-    landmarks: int = 800
+    landmarks: int | None = None
     vocabulary: int = 1000
     alpha: float | None = None
     max_tokens: int = 256
@@ -73,6 +74,8 @@ class Encoder(LinearEstimator):
         whole["checkpoint_every"] = 1
         for name, least in whole.items():
             value = getattr(self, name)
+            if name == "landmarks" and value is None:
+                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise InputError(f"encoder: {name}={value!r} must be an integer >= {least}")
         shares = {"validation": 0.5, "warmup": 1.0}
@@ -100,18 +103,22 @@ class Encoder(LinearEstimator):
         self._wording = Wording.learn(prompts, self.vocabulary) if self.vocabulary else None
         vectors = self._vectors(prompts)
         self._landmarks = Landmarks.learn(vectors, self.landmarks, self.seed)
-        rows = self._beside(vectors, prompts, interplay=True)
-        plain = self._landmarks.whiten.shape[1] + (self._wording.plain_columns if self._wording else 0)
-        return rows, plain
+        rows = self._beside(self._landmarks.rows(vectors), prompts, interplay=True)
+        return rows, len(self._landmarks.points) + (self._wording.plain_columns if self._wording else 0)
 
     def _rows(self, prompts, interplay):
-        return self._beside(self._vectors(prompts), prompts, interplay)
+        return self._beside(self._landmarks.likeness(self._vectors(prompts)), prompts, interplay)
 
-    def _beside(self, vectors, prompts, interplay):
+    def _beside(self, likeness, prompts, interplay):
         import numpy as np
 
-        rows = self._landmarks.rows(vectors)
-        return rows if self._wording is None else np.hstack([rows, self._wording.rows(prompts, interplay)])
+        return likeness if self._wording is None else np.hstack([likeness, self._wording.rows(prompts, interplay)])
+
+    def _reread(self, weights):
+        import numpy as np
+
+        known = len(self._landmarks.points)
+        return np.concatenate([self._landmarks.whiten @ weights[:known], weights[known:]])
 
     def _vectors(self, prompts):
         if len(prompts) < _CACHED_FROM:

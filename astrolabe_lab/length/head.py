@@ -36,15 +36,17 @@ class Ridge:
         self.mean = np.average(x, axis=0, weights=weights)
         centered = (x - self.mean.astype(x.dtype)) * self.root[:, None].astype(x.dtype)
         if len(x) < x.shape[1]:
-            values, u = np.linalg.eigh((centered @ centered.T).astype(np.float64))
-            keep = values > values[-1] * 1e-10
-            self.values, self.scores = values[keep], u[:, keep] * np.sqrt(values[keep])
-            self.axes = centered.T @ (u[:, keep] / np.sqrt(values[keep])).astype(x.dtype)
+            values, u = np.linalg.eigh(centered @ centered.T)
+            keep = values > values[-1] * 10 * np.finfo(x.dtype).eps
+            u, root = u[:, keep], np.sqrt(values[keep].astype(np.float64))
+            self.values, self.scores = root**2, u * root
+            self._axes = centered.T, u / root.astype(x.dtype)
         else:
             values, v = np.linalg.eigh((centered.T @ centered).astype(np.float64))
             keep = values > values[-1] * 1e-10
-            self.values, self.axes = values[keep], v[:, keep].astype(x.dtype)
-            self.scores = (centered @ self.axes).astype(np.float64)
+            self.values, v = values[keep], v[:, keep].astype(x.dtype)
+            self.scores = (centered @ v).astype(np.float64)
+            self._axes = None, v
         order = np.argsort(groups, kind="stable")
         starts = np.flatnonzero(np.r_[True, np.diff(groups[order]) != 0])
         several = [rows for rows in np.split(order, starts[1:]) if len(rows) > 1]
@@ -54,13 +56,25 @@ class Ridge:
             alike = np.array([rows for rows in several if len(rows) == size])
             self.blocks += np.array_split(alike, math.ceil(alike.size / 512))
 
+    def along(self, inner: np.ndarray) -> np.ndarray:
+        """What weights of the axes are as weights of the columns: (axes,) or (axes, k) to (d,) or (d, k)."""
+        rows, axes = self._axes
+        columns = axes @ inner.astype(axes.dtype)
+        return columns if rows is None else rows @ columns
+
+    def leading(self, most: int) -> np.ndarray:
+        """The axes on which the rows differ most, at most so many, (d, k)."""
+        import numpy as np
+
+        return self.along(np.eye(len(self.values), dtype=np.float32)[:, -most:])  # eigenvalues rise
+
     def solve(self, y: np.ndarray, alpha: float) -> tuple[np.ndarray, float]:
         """Slope (d,) and intercept."""
         import numpy as np
 
         center = float(np.average(y, weights=self.weights))
         inner = (self.scores.T @ (self.root * (y - center))) / (self.values + alpha)
-        slope = (self.axes @ inner).astype("float64")
+        slope = self.along(inner).astype("float64")
         return slope, center - float(self.mean @ slope)
 
     def held_out(self, y: np.ndarray, alpha: float) -> np.ndarray:
@@ -71,7 +85,7 @@ class Ridge:
         scaled = self.root * (y - np.average(y, weights=self.weights))
         residual = scaled - self.scores @ (shrunk * (self.scores.T @ scaled))
         share = self.root / math.sqrt(self.weights.sum())  # of the intercept
-        leverage = share**2 + np.einsum("ij,j,ij->i", self.scores, shrunk, self.scores)
+        leverage = share**2 + self.scores**2 @ shrunk
         out = residual / np.maximum(1.0 - leverage, 1e-6)
         for rows in self.blocks:
             scores = self.scores[rows]
@@ -125,6 +139,11 @@ class Head:
         spread = np.exp(np.clip(x @ self.spread_slope + self.spread_intercept, *self.spread_range))
         errors = np.interp(levels, self.levels, self.errors)
         return np.exp(np.clip(location[:, None] + spread[:, None] * errors, 0.0, 25.0))
+
+    def through(self, reread) -> Head:
+        """The same for other rows: ``reread`` turns weights of those it was learned from into weights of these."""
+        changed = {name: reread(getattr(self, name)) for name in ("slope", "spread_slope")}
+        return Head(**vars(self) | changed)
 
     def arrays(self) -> dict:
         """The state as arrays, which ``from_arrays`` takes."""

@@ -29,6 +29,10 @@ class LinearEstimator(Estimator):
         """The rows of these prompts, the columns that are not plain only if ``interplay``."""
         raise NotImplementedError
 
+    def _reread(self, weights: np.ndarray) -> np.ndarray:
+        """Weights of the rows of ``_learn_rows``, (d,) or (d, k), as weights of what ``_rows`` gives for a prompt."""
+        return weights
+
     def _write_rows(self, folder: Path) -> None:
         raise NotImplementedError
 
@@ -54,6 +58,7 @@ class LinearEstimator(Estimator):
             richer = head(rows)
             if richer.loss < self._head.loss:
                 self._head, self._interplay = richer, True
+        self._head = self._head.through(self._reread)
 
     def _quantiles(self, prompts, models, levels):
         import numpy as np

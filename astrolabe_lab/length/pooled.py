@@ -24,8 +24,8 @@ _LONE_NOISE = 3.0  # variance among answers to a prompt, beside that of the prom
 class PooledHead:
     """The fitted distributions, one a model, on a shared effect."""
 
-    def __init__(self, slope, intercept, axes, mean, loss, heads: list[Head]):
-        self.slope, self.intercept, self.axes, self.mean = slope, intercept, axes, mean
+    def __init__(self, slope, intercept, axes, center, loss, heads: list[Head]):
+        self.slope, self.intercept, self.axes, self.center = slope, intercept, axes, center
         self.loss, self.heads = loss, heads
 
     @classmethod
@@ -53,8 +53,8 @@ class PooledHead:
                 sd = max(float(np.std((filled - location)[~censored])), 1e-6)
                 filled[censored] = location[censored] + sd * mean_above((y - location)[censored] / sd)
         slope, intercept = ridge.solve(target, alpha)
-        axes = ridge.axes[:, -DIRECTIONS:]  # eigenvalues rise
-        pooled = cls(slope, intercept, axes, ridge.mean, held_out_mae(target, effect, none_cut), [])
+        axes = ridge.leading(DIRECTIONS)
+        pooled = cls(slope, intercept, axes, ridge.mean @ axes, held_out_mae(target, effect, none_cut), [])
         inputs = pooled._inputs(x, effect)
         for m in range(models):
             mine = model == m
@@ -76,6 +76,10 @@ class PooledHead:
             out[mine] = self.heads[m].quantiles(inputs[mine], levels)
         return out
 
+    def through(self, reread) -> PooledHead:
+        """The same for other rows: ``reread`` turns weights of those it was learned from into weights of these."""
+        return PooledHead(**vars(self) | {name: reread(getattr(self, name)) for name in ("slope", "axes")})
+
     def arrays(self) -> dict:
         """The state as arrays, which ``from_arrays`` takes."""
         own = {name: value for name, value in vars(self).items() if name != "heads"}
@@ -96,4 +100,4 @@ class PooledHead:
     def _inputs(self, x, effect):
         import numpy as np
 
-        return np.hstack([(x - self.mean) @ self.axes, EFFECT_SCALE * effect[:, None]])
+        return np.hstack([x @ self.axes - self.center, EFFECT_SCALE * effect[:, None]])
