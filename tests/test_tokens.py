@@ -40,8 +40,10 @@ def test_a_tokenizer_may_be_a_callable_an_encoder_or_give_a_mapping(file):
         counter(lambda text: None)[0]("x")
 
 
+@pytest.mark.length
 def test_a_hugging_face_folder_counts_as_its_tokenizer_does(tmp_path):
-    tokenizers = pytest.importorskip("tokenizers", reason="needs the package tokenizers (extra length)")
+    import tokenizers
+
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     made.save(str(tmp_path / "tokenizer.json"))

@@ -6,7 +6,7 @@ import json
 import sys
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.length.precision import CHOICES, ask, choose
+from astrolabe_lab.length.precision import CHOICES, ask, choose, choose_threads
 
 SUMMARY = "serve a length model: POST /tag tells how long an answer will be"
 EXAMPLE = "astrolabe tag --model outputs/length --port 8100"
@@ -25,14 +25,14 @@ def add_arguments(parser) -> None:
         "--constant", type=int, metavar="TOKENS", help="told where the model is late (default: its training median)"
     )
     parser.add_argument("--max-batch", type=int, default=32, metavar="N", help="prompts at once (default: 32)")
-    parser.add_argument("--max-wait-ms", type=float, default=1.0, metavar="MS", help="to gather a batch (default: 1)")
+    parser.add_argument("--max-wait-ms", type=float, default=0.0, metavar="MS", help="to gather a batch (default: 0)")
     parser.add_argument(
         "--timeout-ms", type=float, default=1000.0, metavar="MS", help="then the constant is told (default: 1000)"
     )
     parser.add_argument(
         "--precision", choices=CHOICES, default="auto", help="of an encoder on the CPU (default: the faster one)"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="cores for an encoder (default: all)")
+    parser.add_argument("--threads", type=int, metavar="N", help="cores for an encoder (default: all, if faster)")
 
 
 def tag(args):
@@ -53,24 +53,16 @@ def tag(args):
         print(f"astrolabe: loading {args.model}", file=sys.stderr, flush=True)
         estimator = length.load(args.model)
         manifest = read_manifest(args.model)
-        if args.threads is not None:
-            _use_threads(args.threads)
         fallback = round(estimator.median_tokens_) if args.constant is None else args.constant
         precision = choose(estimator, args.precision)
+        threads = choose_threads(estimator, args.threads)
         for size in (1, limits.max_batch):  # what is compiled and allocated on first use, before anybody waits for it
             ask(estimator, size)
         about = {"kind": manifest["kind"], "model_hash": manifest["weights"].removeprefix("weights-")}
         if precision:
-            about["precision"] = precision
+            about |= {"precision": precision, "threads": threads}
         app = create_app(estimator, fallback=fallback, model_hash=about["model_hash"], limits=limits)
         ready = {"url": address(sock), "role": "tagger", "constant": fallback} | about
         serve(app, sock, lambda: print(json.dumps(ready), file=sys.__stdout__, flush=True))
     print("astrolabe: the tagger has ended", file=sys.stderr, flush=True)
     return None, None
-
-
-def _use_threads(threads: int) -> None:
-    if threads < 1:
-        raise InputError(f"--threads {threads} should be 1 or more")
-    if "torch" in sys.modules:  # a model that does not use it needs no threads
-        sys.modules["torch"].set_num_threads(threads)

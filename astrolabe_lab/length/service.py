@@ -24,13 +24,14 @@ STUCK_S = 30.0  # a batch that takes longer makes the service unhealthy
 class Limits:
     """What the service takes and how long it works on it.
 
-    ``max_batch`` prompts go to the model at once, after up to ``max_wait_s`` to gather them. An answer that takes
+    ``max_batch`` prompts go to the model at once: those that came while it was busy, and those that come within
+    ``max_wait_s``, which a single prompt then waits in vain. An answer that takes
     over ``timeout_s`` is the constant, marked late; so is a body that takes over ``body_timeout_s`` an error.
     ``max_waiting`` prompts may wait, ``max_prompts`` come in one request, ``max_body_bytes`` in one body.
     """
 
     max_batch: int = 32
-    max_wait_s: float = 0.001
+    max_wait_s: float = 0.0
     timeout_s: float = 1.0
     body_timeout_s: float = 5.0
     max_waiting: int = 1024
