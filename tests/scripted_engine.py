@@ -8,11 +8,19 @@ from aiohttp import web
 
 
 class ScriptedEngine:
-    """``script`` decides what the next answers are: ok, http:STATUS, silent, break (closes in mid-stream), refuse."""
+    """``script`` decides what the next answers are.
+
+    ok; http:STATUS; silent (accepts, never answers); head (200 and nothing more); refuse (closes without an answer);
+    break (closes in mid-stream); cut (ends in mid-stream, properly for HTTP); error (an error event for a first
+    event), late-error (in mid-stream); twice (its end comes twice); mortal (a request with ``seed`` ends the engine).
+    ``metrics``: what ``/metrics`` says, None for 404.
+    """
 
     def __init__(self, tokens=8, token_s=0.0, first_s=0.0):
         self.tokens, self.token_s, self.first_s = tokens, token_s, first_s
         self.script = "ok"
+        self.metrics = None
+        self.text = " t"  # of a token
         self.healthy = True
         self.seen = []
         self.aborted = 0
@@ -26,6 +34,7 @@ class ScriptedEngine:
         app.router.add_post("/v1/completions", self.answer)
         app.router.add_post("/v1/chat/completions", self.answer)
         app.router.add_get("/health", self.health)
+        app.router.add_get("/metrics", self.tell)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", self._port)
@@ -41,6 +50,18 @@ class ScriptedEngine:
 
     async def health(self, http):
         return web.Response(status=200 if self.healthy else 503)
+
+    async def tell(self, http):
+        return web.Response(text=self.metrics) if self.metrics is not None else web.Response(status=404)
+
+    def die(self):
+        """As SIGKILL would: every connection breaks, nobody listens any more."""
+        runner, self._runner = self._runner, None
+        for site in runner.sites:
+            site._server.close()
+        for connection in runner.server.connections:
+            if connection.transport is not None:
+                connection.transport.abort()
 
     async def answer(self, http):
         body = await http.json()
@@ -60,6 +81,9 @@ class ScriptedEngine:
             return web.json_response({"error": {"message": "as told", "type": "told", "code": status}}, status=status)
         if self.script == "silent":
             await asyncio.sleep(3600)
+        if self.script == "mortal" and "seed" in body:
+            self.die()
+            return web.Response()
         if self.script == "refuse":
             http.transport.close()
             return web.Response()
@@ -74,8 +98,16 @@ class ScriptedEngine:
             )  # fmt: skip
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(http)
+        if self.script == "head":
+            await asyncio.sleep(3600)
         for j in range(n):
-            choice = {"index": 0, "text": " t", "finish_reason": "length" if j == n - 1 else None}
+            if self.script == "error" or (self.script == "late-error" and j == n // 2):
+                error = {"message": "EngineDeadError", "type": "InternalServerError", "code": 500}
+                await answer.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n")
+                return answer
+            if self.script == "cut" and j == n // 2:
+                return answer
+            choice = {"index": 0, "text": self.text, "finish_reason": "length" if j == n - 1 else None}
             event = {"id": "x", "choices": [choice]}
             await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
             if self.script == "break" and j == n // 2:
@@ -85,7 +117,8 @@ class ScriptedEngine:
                 await asyncio.sleep(self.token_s)
         if (body.get("stream_options") or {}).get("include_usage"):
             await answer.write(b"data: " + json.dumps({"id": "x", "choices": [], "usage": usage}).encode() + b"\n\n")
-        await answer.write(b"data: [DONE]\n\n")
+        end = b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + b"\n\ndata: [DONE]\n\n"
+        await answer.write(end * 2 if self.script == "twice" else b"data: [DONE]\n\n")
         await answer.write_eof()
         return answer
 

@@ -1,354 +1,613 @@
-"""Instances that slow down, stop and come back: what happens to every request is explicit, and nothing is lost."""
+"""What goes wrong before a router and behind it: every request still has one outcome and one row, nothing leaks."""
 
-from math import inf
+import asyncio
+import json
+import random
+import socket
+import time
+from contextlib import asynccontextmanager
 
-import numpy as np
+import aiohttp
 import pytest
-from clusters import AMPLE, COST, POLICIES, SECOND, TIGHT, Constant, Spy, requests, same, short_trace
+from scripted_engine import ScriptedEngine, scripted_engines
+from test_router import MODEL, ask, healthz, outcomes, routed, run
 
-from astrolabe_lab.errors import InputError
-from astrolabe_lab.sim.cluster import ControlPlane, LatencyNoise, Outage, Slowdown, simulate
+from astrolabe_lab.cost import StepCost
+from astrolabe_lab.predictor import Predictor
+from astrolabe_lab.serve import journal
+from astrolabe_lab.serve.breaker import Breaker
+from astrolabe_lab.serve.lengths import lengths_of
+from astrolabe_lab.serve.limits import Limits
+from astrolabe_lab.serve.listen import allow_open_files
 from astrolabe_lab.sim.config import EngineConfig
-from astrolabe_lab.sim.engine import run_one
 
-TEN = requests([0.0], 5, 10)  # one request of ten steps, a second each
-DELAYED = ControlPlane(0.7, 0.03, (0.05, 0.4), 0.13, 2)
-ASYNC = "async_scheduling=true"
+QUICK = Limits(probe_s=0.05, first_byte_s=0.5, between_bytes_s=0.5, write_s=0.5, body_s=0.5, head_s=0.4, drain_s=1.0)
+BODY = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 6, "stream": True}).encode()
 
 
-def run(trace, policy=None, faults=(), *, instances=2, engine=AMPLE, cost=SECOND, **settings):
-    policy = Constant() if policy is None else policy
-    return simulate(trace, policy, instances=instances, engine=engine, cost=cost, faults=faults, **settings)
+def request_bytes(body=BODY, path="/v1/completions", **headers):
+    lines = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
+    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
-# --- slowdown ------------------------------------------------------------------------------------------------------
+async def idle(router, engines=(), seconds=10.0):
+    """Wait until nothing is in flight."""
+    until = time.monotonic() + seconds
+    while router.in_flight or any(engine.running for engine in engines):
+        assert time.monotonic() < until, (router.in_flight, [engine.running for engine in engines])
+        await asyncio.sleep(0.01)
+    assert [(len(i.ledger), i.ledger.tokens) for i in router.instances] == [(0, 0)] * len(router.instances)
+    assert not router.records._ended
 
 
-def test_a_slowdown_slows_the_steps_that_start_in_its_window_and_no_others():
-    for factor, start_s, end_s, finished_s in (
-        (2.0, 3.5, 6.5, 12.0),  # the steps of 4 and 6 s
-        (2.0, 4.0, 6.0, 11.0),  # a step that starts at the window's end is none of its
-        (3.0, 0.0, inf, 30.0),
-        (0.5, 2.0, 4.0, 8.0),
-        (5.0, 10.0, 20.0, 10.0),
-        (5.0, 3.1, 3.9, 10.0),
-    ):
-        result = run(TEN, faults=[Slowdown(0, start_s, end_s, factor)])
-        assert result.finished_s[0] == finished_s, (start_s, end_s)
-        assert run(TEN, Constant(1), [Slowdown(0, start_s, end_s, factor)]).finished_s[0] == 10.0
+def one_row_each(path):
+    """The final rows of a journal, which are one a request."""
+    rows = [e for e in journal.read(path) if e["event"] == "outcome" and e["status"] != "retried"]
+    assert len({row["rid"] for row in rows}) == len(rows)
+    decided = {e["rid"] for e in journal.read(path) if e["event"] == "decision"}
+    assert decided <= {row["rid"] for row in rows}
+    return rows
 
 
-def test_slowdowns_one_after_another_and_beside_outages_are_independent():
-    faults = [Slowdown(0, 2.0, 4.0, 2.0), Slowdown(0, 4.0, 5.0, 3.0), Slowdown(1, 0.0, 90.0, 7.0)]
-    # steps start at 0, 1, 2 (slow, to 4), 4 (slower, to 7), 7, 8, ...
-    assert run(TEN, faults=faults).finished_s[0] == 13.0
-    assert run(TEN, faults=[*faults, Outage(1, 1.0, 5.0, "pause")]).finished_s[0] == 13.0
+# --- engines ------------------------------------------------------------------------------------------------
 
 
-def test_a_predictor_knows_nothing_of_a_slowdown():
-    result = run(TEN, "astrolabe:k=all", [Slowdown(0, 0.0, inf, 2.0), Slowdown(1, 0.0, inf, 2.0)])
-    assert (result.predicted_e2e_s[0], result.e2e_s[0]) == (10.0, 20.0)
+def test_an_engine_killed_while_idle_costs_nobody_an_answer(tmp_path):
+    async def story():
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+            assert (await ask(session, url))[0] == 200
+            engines[0].die()
+            answers = await asyncio.gather(*(ask(session, url) for _ in range(20)))
+            assert {(status, headers["X-Astrolabe-Instance"]) for status, _, headers in answers} == {(200, "1")}
+
+    run(story())
+    assert {row["status"] for row in one_row_each(tmp_path / "j")} == {"ok"}
 
 
-# --- one outage, by hand -------------------------------------------------------------------------------------------
+def test_an_engine_killed_while_streaming_fails_its_requests_and_no_others(tmp_path):
+    async def story():
+        async with (
+            scripted_engines(2, token_s=0.05) as engines,
+            routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url),
+        ):
+            asking = [asyncio.create_task(ask(session, url, max_tokens=20)) for _ in range(10)]
+            await asyncio.sleep(0.3)
+            engines[0].die()
+            answers = await asyncio.gather(*asking)
+            for status, body, headers in answers:
+                assert status == 200
+                told = b"ended before its answer did" in body
+                assert told == (headers["X-Astrolabe-Instance"] == "0")
+            await idle(router)
+            assert not router.instances[0].available(router.now_s())
+
+    run(story())
+    rows = one_row_each(tmp_path / "j")
+    assert sorted(row["status"] for row in rows) == ["failed"] * 5 + ["ok"] * 5
+    assert all(0 < row["output_tokens"] < 20 for row in rows if row["status"] == "failed")
 
 
-def test_a_request_on_an_instance_that_fails_has_failed_at_that_time():
-    row = run(TEN, faults=[Outage(0, 4.5)]).iloc[0]
-    assert (row.status, row.finished_s, row.generated_tokens, row.instance) == ("failed", 4.5, 4, 0)
-    assert row[["first_token_s", "ttft_s", "tpot_s", "e2e_s"]].isna().all()
+def test_an_engine_killed_before_the_first_byte_hands_its_requests_on(tmp_path):
+    async def story():
+        async with (
+            scripted_engines(2, first_s=0.3) as engines,
+            routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url),
+        ):
+            asking = [asyncio.create_task(ask(session, url)) for _ in range(10)]
+            await asyncio.sleep(0.15)
+            engines[0].die()
+            answers = await asyncio.gather(*asking)
+            assert {(status, headers["X-Astrolabe-Instance"]) for status, _, headers in answers} == {(200, "1")}
+            await idle(router)
+
+    run(story())
+    assert [row["status"] for row in one_row_each(tmp_path / "j")] == ["ok"] * 10
+    assert len(outcomes(tmp_path / "j")["retried"]) == 5
 
 
-def test_a_redispatched_request_starts_over_and_its_first_token_is_that_of_its_last_run():
-    row = run(TEN, faults=[Outage(0, 4.5, inf, "redispatch")]).iloc[0]
-    assert (row.status, row.instance, row.generated_tokens, row.preemptions) == ("ok", 1, 10, 0)
-    assert (row.first_token_s, row.finished_s, row.ttft_s, row.tpot_s) == (5.5, 14.5, 5.5, 1.0)
+@pytest.mark.parametrize("script", ["silent", "head", "error", "http:503", "refuse"])
+def test_an_engine_that_never_answers_is_passed_over_then_left_alone(tmp_path, script):
+    async def story():
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+            router, session, url,
+        ):  # fmt: skip
+            engines[0].script = script
+            for _ in range(6):
+                status, body, headers = await ask(session, url)
+                assert (status, headers["X-Astrolabe-Instance"]) == (200, "1"), body
+            assert router.instances[0].breaker.opened_s is not None
+            assert len(engines[0].seen) == Breaker.failures
+            await idle(router, engines[1:])
+
+    run(story())
+    assert [row["status"] for row in one_row_each(tmp_path / "j")] == ["ok"] * 6
 
 
-def test_a_paused_instance_goes_on_where_it_was():
-    row = run(TEN, faults=[Outage(0, 4.5, 7.5, "pause")]).iloc[0]
-    assert (row.status, row.instance, row.first_token_s, row.finished_s) == ("ok", 0, 1.0, 13.0)
-    for start_s in (1.0, 3.3, 9.9):
-        assert run(TEN, faults=[Outage(0, start_s, start_s + 5, "pause")]).finished_s[0] == 15.0
-    assert run(TEN, faults=[Outage(0, 10.5, 12.0, "pause")]).finished_s[0] == 10.0
+@pytest.mark.parametrize("script", ["break", "cut", "late-error"])
+def test_an_engine_whose_answers_always_break_off_is_left_alone_too(tmp_path, script):
+    async def story():
+        async with scripted_engines(2, token_s=0.01) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+            router, session, url,
+        ):  # fmt: skip
+            engines[0].script = script
+            for _ in range(12):
+                await ask(session, url)
+            assert len(engines[0].seen) == Breaker.failures
+            await idle(router, engines)
+
+    run(story())
+    rows = one_row_each(tmp_path / "j")
+    assert sorted(row["status"] for row in rows) == ["failed"] * 3 + ["ok"] * 9
 
 
-@pytest.mark.parametrize("settings", ["", ASYNC, "scheduler=v0_chunked"])
-def test_a_pause_shifts_what_is_under_way_and_changes_nothing_else(settings):
-    """All arrive at once, so the whole rest of the run moves by the length of the pause."""
-    engine = EngineConfig.parse(settings, TIGHT)
-    trace = short_trace(60, 40).assign(arrived_s=0.0)
-    plain = run(trace, instances=1, engine=engine, cost=COST)
-    half_s = plain.finished_s.median()  # the very end of a step: that step is over, the next has not begun
-    for start_s in (half_s, half_s + 0.0123):
-        paused = run(trace, instances=1, engine=engine, cost=COST, faults=[Outage(0, start_s, start_s + 7, "pause")])
-        after = plain.finished_s > start_s
-        assert 20 < after.sum() < 40
-        np.testing.assert_allclose(paused.finished_s, plain.finished_s + 7.0 * after, atol=1e-9)
-        assert (paused.preemptions == plain.preemptions).all()
+def test_an_engine_s_own_error_is_passed_on_with_its_status(tmp_path):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+            engines[0].script = "http:501"
+            status, body, _ = await ask(session, url, stream=False)
+            assert status == 501
+            assert json.loads(body)["error"]["type"] == "told"
+
+    run(story())
+    assert [row["status"] for row in one_row_each(tmp_path / "j")] == ["failed"]
 
 
-@pytest.mark.parametrize("on_stop", ["fail", "redispatch", "pause"])
-def test_an_outage_when_nothing_is_there_changes_nothing_there(on_stop):
-    trace = TEN.assign(arrived_s=100.0)
-    for outage in (Outage(0, 0.0, 50.0, on_stop), Outage(0, 99.0, 100.0, on_stop), Outage(0, 110.5, 120.0, on_stop)):
-        assert run(trace, faults=[outage]).finished_s[0] == 110.0, outage
-    late = Outage(0, 5000.0, 6000.0, on_stop)
-    same(run(trace, "least_loaded", [late]), run(trace, "least_loaded"))
+def test_a_request_that_kills_engines_kills_two_at_most_and_its_client_is_told(tmp_path):
+    """vLLM on CPU ends when a request has a ``seed``: the request must not go the round of the cluster."""
+
+    async def story():
+        async with scripted_engines(4) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+            router, session, url,
+        ):  # fmt: skip
+            for engine in engines:
+                engine.script = "mortal"
+            status, body, _ = await ask(session, url, seed=1)
+            error = json.loads(body)["error"]
+            assert (status, error["code"]) == (502, "engines_failed")
+            assert "2 engines failed while they had this request" in error["message"]
+            assert sum(engine._runner is None for engine in engines) == 2
+            answers = await asyncio.gather(*(ask(session, url) for _ in range(10)))
+            assert {status for status, _, _ in answers} == {200}
+            alive = {str(j) for j, engine in enumerate(engines) if engine._runner is not None}
+            assert {headers["X-Astrolabe-Instance"] for _, _, headers in answers} == alive
+            await idle(router)
+
+    run(story())
+    assert sorted(row["status"] for row in one_row_each(tmp_path / "j")) == ["failed"] + ["ok"] * 10
 
 
-def test_an_arrival_at_the_very_start_of_an_outage_finds_it_down_and_at_its_end_finds_it_up():
-    trace = TEN.assign(arrived_s=5.0)
-    assert run(trace, faults=[Outage(0, 5.0)]).instance[0] == 1
-    back = run(trace, faults=[Outage(0, 1.0, 5.0)]).iloc[0]
-    assert (back.instance, back.first_token_s) == (0, 6.0)
+def test_an_end_that_comes_twice_is_one_outcome(tmp_path):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+            router, session, url,
+        ):  # fmt: skip
+            engines[0].script = "twice"
+            status, body, _ = await ask(session, url)
+            assert status == 200 and body.count(b"[DONE]") == 2  # bytes pass unchanged
+            await idle(router, engines)
+            assert not router.instances[0].settle(1)  # nothing is struck twice
+
+    run(story())
+    (row,) = one_row_each(tmp_path / "j")
+    assert (row["status"], row["finish_reason"]) == ("ok", "length")
 
 
-# --- healthy, stopped, back ----------------------------------------------------------------------------------------
+def test_health_goes_and_comes_with_hysteresis_and_a_draining_engine_finishes_what_it_has(tmp_path):
+    async def story():
+        async with (
+            scripted_engines(2, token_s=0.03) as engines,
+            routed(engines, tmp_path / "j", limits=QUICK, api_key="k") as (router, session, url),
+        ):
+            session.headers["Authorization"] = "Bearer k"
+            engines[0].healthy = False
+            await asyncio.sleep(0.04)  # one probe at most: not down yet
+            assert router.instances[0].health.healthy
+            while router.instances[0].health.healthy:
+                await asyncio.sleep(0.01)
+            assert (await ask(session, url))[2]["X-Astrolabe-Instance"] == "1"
+            engines[0].healthy = True
+            while not router.instances[0].health.healthy:
+                await asyncio.sleep(0.01)
+            under_way = [asyncio.create_task(ask(session, url, max_tokens=20)) for _ in range(4)]
+            await asyncio.sleep(0.2)
+            async with session.post(url + "/instances/1", json={"draining": True}) as answer:
+                assert answer.status == 200 and (await answer.json())["draining"]
+            later = [await ask(session, url) for _ in range(4)]
+            assert {headers["X-Astrolabe-Instance"] for _, _, headers in later} == {"0"}
+            before = await asyncio.gather(*under_way)
+            assert {headers["X-Astrolabe-Instance"] for _, _, headers in before} == {"0", "1"}
+            assert {status for status, _, _ in before} == {200}
+            async with session.get(url + "/instances") as answer:
+                seen = (await answer.json())["instances"]
+            assert [each["available"] for each in seen] == [True, False]
+            for path, body, status in (("/instances/2", {"draining": True}, 404), ("/instances/0", {"off": 1}, 400)):
+                async with session.post(url + path, json=body) as answer:
+                    assert answer.status == status
+            async with session.get(url + "/instances", headers={"Authorization": "Bearer no"}) as answer:
+                assert answer.status == 401
+
+    run(story())
+    assert {row["status"] for row in one_row_each(tmp_path / "j")} == {"ok"}
 
 
-@pytest.mark.parametrize("on_stop", ["fail", "redispatch"])
-def test_an_instance_returns_empty_and_is_used_again(on_stop):
-    trace = requests(np.arange(40) * 0.5, 20, 30)
-    spy = Spy("least_loaded")
-    result = run(trace, spy, [Outage(1, 5.2, 10.2, on_stop)], instances=3, cost=COST)
-    firsts = {d.request.rid: d for d in reversed(spy.seen)}
-    assert (len(spy.seen) > len(firsts)) == (on_stop == "redispatch")
-    for decision in firsts.values():
-        now_s = decision.request.arrived_s
-        assert decision.instances == ((0, 2) if 5.2 <= now_s < 10.2 else (0, 1, 2))
-    first_after = next(d for d in spy.seen if d.request.arrived_s > 10.2)
-    x = first_after.signals[1]
-    assert (x["running"], x["waiting"], x["in_flight"], x["in_flight_tokens"], x["pending_tokens"]) == (0, 0, 0, 0, 0)
-    assert x["free_blocks"] == x["total_blocks"]
-    assert (result[result.arrived_s > 10.2].instance == 1).any()
+# --- clients ------------------------------------------------------------------------------------------------
 
 
-def test_an_instance_that_is_back_says_so_and_the_others_statuses_stay_as_old_as_they_are():
-    trace = requests(np.arange(40) * 0.5 + 0.1, 20, 30)
-    spy = Spy("round_robin")
-    run(trace, spy, [Outage(1, 5.2, 10.2)], instances=3, cost=COST, control=ControlPlane(status_interval_s=8.0))
-    for decision in spy.seen:
-        now_s = decision.request.arrived_s
-        for x in decision.signals:
-            taken_s = 10.2 if x["instance"] == 1 and 10.2 <= now_s < 16.0 else now_s // 8.0 * 8.0
-            assert x["age_s"] == pytest.approx(now_s - taken_s)
-            if taken_s == 10.2:
-                assert (x["running"], x["waiting"], x["free_blocks"]) == (0, 0, x["total_blocks"])
+@asynccontextmanager
+async def connection(url):
+    host, _, port = url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
 
 
-def test_what_was_there_is_dispatched_again_in_order_and_goes_elsewhere():
-    trace = requests(np.arange(12) * 0.1, 5, 30)
-    spy = Spy("round_robin")
-    result = run(trace, spy, [Outage(1, 2.0, inf, "redispatch")], instances=3)
-    again = spy.seen[12:]
-    assert [d.request.rid for d in again] == [1, 4, 7, 10]
-    assert all(d.instances == (0, 2) and d.request == spy.seen[d.request.rid].request for d in again)
-    assert (result.status == "ok").all() and set(result.instance) == {0, 2}
-
-
-def test_an_undetected_outage_shows_its_last_signals_and_swallows_what_is_sent_there():
-    trace = requests(np.r_[0.0, 0.1, 4.0 + np.arange(20) * 0.25], 5, 40)
-    spy = Spy("round_robin")
-    result = run(trace, spy, [Outage(0, 4.6, inf, "fail", detected_after_s=2.0)], instances=2)
-    down = [d for d in spy.seen if 4.6 <= d.request.arrived_s < 6.6]
-    for decision in spy.seen:
-        assert decision.instances == ((1,) if decision.request.arrived_s >= 6.6 else (0, 1))
-    for decision in down:
-        now_s, x = decision.request.arrived_s, decision.signals[0]
-        assert x["age_s"] == pytest.approx(now_s - 4.6)
-        assert (x["running"], x["waiting"]) == (2, 1)  # the one of 4.5 s waited for a step to end
-        assert decision.signals[1]["age_s"] == 0
-        assert x["in_flight"] == 0  # the router's own streams have ended
-    swallowed = result[(result.arrived_s >= 4.6) & (result.arrived_s < 6.6) & (result.instance == 0)]
-    assert len(swallowed) == 4 and (swallowed.status == "failed").all()
-    assert (swallowed.finished_s == swallowed.arrived_s).all()
-    assert (result[result.arrived_s >= 6.6].status == "ok").all()
-
-
-def test_with_redispatch_the_first_refusal_gives_an_undetected_outage_away():
-    trace = requests(np.arange(20) * 0.25, 5, 40)
-    spy = Spy("round_robin")
-    result = run(trace, spy, [Outage(0, 2.1, inf, "redispatch", detected_after_s=60.0)], instances=2)
-    assert (result.status == "ok").all() and (result.instance == 1).all()
-    refused = [d for d in spy.seen if d.chosen == 0 and d.request.arrived_s > 2.1]
-    assert len(refused) <= 1
-    slow = ControlPlane(dispatch_s=1.2)
-    spy = Spy("round_robin")
-    result = run(trace, spy, [Outage(0, 2.1, inf, "redispatch", detected_after_s=60.0)], instances=2, control=slow)
-    assert (result.status == "ok").all()
-    refused = [d for d in spy.seen if d.chosen == 0 and d.request.arrived_s + 1.2 > 2.1]
-    assert len(refused) > 1  # those that were on their way before the first came back
-
-
-def test_a_request_on_its_way_shares_the_fate_of_an_instance_that_is_down_and_is_served_by_one_that_is_back():
-    late = ControlPlane(dispatch_s=3.0)
-    trace = TEN.assign(arrived_s=1.0)  # reaches the engine at 4 s
-    failed = run(trace, faults=[Outage(0, 2.0, 5.0)], control=late).iloc[0]
-    assert (failed.status, failed.finished_s, failed.instance) == ("failed", 4.0, 0)
-    moved = run(trace, faults=[Outage(0, 2.0, 5.0, "redispatch")], control=late).iloc[0]
-    assert (moved.status, moved.instance, moved.first_token_s) == ("ok", 1, 8.0)
-    served = run(trace, faults=[Outage(0, 2.0, 3.0)], control=late).iloc[0]
-    assert (served.status, served.instance, served.first_token_s) == ("ok", 0, 5.0)
-    waited = run(trace, faults=[Outage(0, 2.0, 6.0, "pause")], control=late).iloc[0]
-    assert (waited.status, waited.instance, waited.first_token_s) == ("ok", 0, 7.0)
-
-
-def test_a_paused_instance_is_left_out_when_detected_and_its_requests_come_back():
-    trace = requests(np.arange(30) * 0.5, 5, 6)
-    spy = Spy("round_robin")
-    result = run(trace, spy, [Outage(0, 4.2, 9.2, "pause", detected_after_s=1.0)], instances=2)
-    for decision in spy.seen:
-        assert decision.instances == ((1,) if 5.2 <= decision.request.arrived_s < 9.2 else (0, 1))
-        frozen = 4.2 <= decision.request.arrived_s < 9.2
-        assert (
-            decision.signals["age_s"][decision.signals["instance"] == 0] > 0
-        ).all() == frozen or 0 not in decision.instances
-    assert (result.status == "ok").all()
-    hung = result[(result.instance == 0) & (result.arrived_s < 9.2) & (result.finished_s > 4.2)]
-    assert len(hung) > 3 and (hung.finished_s > 9.2).all()
-
-
-# --- windows -------------------------------------------------------------------------------------------------------
-
-
-def test_one_outage_may_follow_another_at_once():
-    spy = Spy("round_robin")
-    trace = requests(np.arange(40) * 0.5 + 0.25, 5, 3)
-    faults = [Outage(0, 10.0, 15.0, "pause"), Outage(0, 2.0, 6.0), Outage(0, 6.0, 10.0, "redispatch")]
-    run(trace, spy, faults)
-    for decision in spy.seen:
-        assert decision.instances == ((1,) if 2.0 <= decision.request.arrived_s < 15.0 else (0, 1))
-
-
-def test_a_detection_that_comes_after_the_end_is_of_no_consequence():
-    spy = Spy("round_robin")
-    trace = requests(np.arange(40) * 0.5 + 0.25, 5, 3)
-    faults = [Outage(0, 2.0, 3.0, "pause", detected_after_s=5.0), Outage(0, 6.5, 12.0, "pause", detected_after_s=3.0)]
-    run(trace, spy, faults)
-    for decision in spy.seen:
-        assert decision.instances == ((1,) if 9.5 <= decision.request.arrived_s < 12.0 else (0, 1))
-
-
-@pytest.mark.parametrize("control", [ControlPlane(), DELAYED], ids=["ideal", "delayed"])
-@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "astrolabe:k=2"])
-def test_when_all_are_down_requests_fail_and_when_one_is_back_they_do_not(policy, control):
-    trace = requests(np.arange(60) * 0.5 + 0.1, 5, 3)
-    faults = [Outage(0, 5.0, 15.0), Outage(1, 5.0, 20.0, "redispatch"), Outage(2, 5.0, inf)]
-    result = run(trace, policy, faults, instances=3, cost=COST, control=control)
-    decided_s = result.arrived_s + control.tag_s
-    out = result[(decided_s >= 5.0) & (decided_s < 15.0)]
-    assert len(out) == 20 and (out.status == "failed").all() and (out.instance == -1).all()
-    assert out.decision_s.isna().all() and out.predicted_e2e_s.isna().all()
-    np.testing.assert_allclose(out.finished_s, out.arrived_s + control.tag_s)
-    assert (result[decided_s >= 15.0].status == "ok").all()
-
-
-def test_nobody_is_dispatched_again_for_ever():
-    """Every instance refuses and none is known to: each refusal gives one away, until none is left."""
-    trace = requests(np.arange(10) * 0.1, 5, 3)
-    faults = [Outage(i, 0.0, inf, "redispatch", detected_after_s=1e6) for i in range(5)]
-    for control in (ControlPlane(), ControlPlane(dispatch_s=0.5), DELAYED):
-        for policy in ("round_robin", "po2_requests", "astrolabe"):
-            spy = Spy(policy)
-            result = run(trace, spy, faults, instances=5, control=control)
-            assert (result.status == "failed").all() and result.finished_s.notna().all()
-            assert len(spy.seen) <= 5 * len(trace)
-
-
-def test_preemptions_of_every_run_are_counted():
-    trace = short_trace(60, 80, seed=3)
-    trace = trace[~TIGHT.rejects(trace.prompt_tokens, trace.output_tokens)]
-    _, log = run_one(trace, TIGHT, COST)
-    steps = log.drop_duplicates("step").set_index("step").start_s
-    preempted = log.attrs["preemptions"]
-    stop_s = float(steps[preempted.step.iloc[-1]]) + 0.005  # in the step of the last preemption
-    before = preempted[preempted.step.map(steps) < stop_s].groupby("rid").size()
-    # the second instance has room for all
-    result = run(trace, faults=[Outage(0, stop_s, inf, "redispatch")], engine=[TIGHT, AMPLE], cost=COST)
-    assert (result.status == "ok").all() and before.sum() > 5
-    expected = before.reindex(result.rid, fill_value=0).to_numpy()
-    moved = (result.instance == 1).to_numpy()
-    assert expected[moved].sum() > 0
-    assert (result.preemptions.to_numpy() == expected).all()
-    assert (result[moved].first_token_s > stop_s).all()
-
-
-# --- nothing lost --------------------------------------------------------------------------------------------------
-
-STORM = (
-    Outage(0, 0.7, 1.4, "fail", 0.2),
-    Outage(0, 1.4, 1.9, "redispatch"),
-    Outage(1, 0.9, 2.4, "redispatch", 0.5),
-    Outage(2, 1.1, 2.0, "pause", 0.3),
-    Outage(2, 2.5, 2.6, "redispatch", 0.3),
-    Outage(3, 2.2, inf, "redispatch", 0.1),
-    Slowdown(1, 0.2, 3.0, 3.0),
-    Slowdown(3, 0.2, 3.0, 0.5),
-)
-
-
-@pytest.mark.parametrize("plane", ["ideal", "delayed"])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_lost_in_a_storm(policy, plane):
-    control = DELAYED if plane == "delayed" else ControlPlane()
-    trace = short_trace(300, 90)
-    settings = {
-        "instances": 4,
-        "engine": TIGHT,
-        "cost": COST,
-        "control": control,
-        "latency_noise": LatencyNoise(0.1, 0.1),
-    }
-    result = run(trace, policy, STORM, **settings)
-    assert result.rid.tolist() == trace.rid.tolist()
-    ok = result[result.status == "ok"]
-    assert len(ok) > 200 and set(result.status) <= {"ok", "rejected", "failed"}
-    # By means since the start, least_latency may send the engine that fails nothing at the time.
-    assert "failed" in set(result.status) or policy == "least_latency"
-    assert (ok.generated_tokens == ok.output_tokens).all()
-    assert (ok.first_token_s > ok.arrived_s + ok.decision_s + control.dispatch_s).all()
-    assert result.finished_s.notna().all() and (result.finished_s >= result.arrived_s).all()
-    assert not ((result.instance == 3) & (result.finished_s > 2.2) & (result.status == "ok")).any()
-    same(result, run(trace, policy, STORM, **settings))
-    same(result, run(trace, policy, STORM, leaps=False, **settings))
-    same(result, run(trace, policy, STORM[::-1], **settings))
-
-
-# --- refused settings ----------------------------------------------------------------------------------------------
+async def slowly(answer, seconds):
+    await asyncio.sleep(seconds)
+    return answer
 
 
 @pytest.mark.parametrize(
-    ("build", "message"),
+    "leaves", ["in its head", "in its body", "while counted", "while tagged", "before the first byte", "in the stream"]
+)
+def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(tmp_path, leaves):
+    whole = request_bytes()
+    part = {"in its head": 20, "in its body": len(whole) - 10}.get(leaves, len(whole))
+    until = {"while counted": 1.0, "while tagged": 1.0}
+
+    async def story():
+        async with (
+            scripted_engines(1, token_s=0.05, first_s=1.0 if leaves == "before the first byte" else 0.0) as engines,
+            routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url),
+        ):
+            if leaves == "while counted":
+                router.count_tokens = lambda asked: slowly((5, "bytes"), until[leaves])
+            if leaves == "while tagged":
+                router.lengths = lambda asked: slowly((5, "constant"), until[leaves])
+            for _ in range(5):
+                async with connection(url) as (reader, writer):
+                    writer.write(whole[:part])
+                    await writer.drain()
+                    if leaves == "in the stream":
+                        await reader.readuntil(b"data:")
+                    await asyncio.sleep(0.05)
+            await idle(router, engines)
+            assert router.counters.outcomes["aborted"] == (0 if leaves == "in its head" else 5)
+            reached = leaves in ("before the first byte", "in the stream")
+            assert len(engines[0].seen) == (5 if reached else 0)
+            assert engines[0].aborted == (5 if reached else 0)
+            assert router.instances[0].breaker.in_a_row == 0, list(router.counters.outcomes)
+
+    run(story())
+    rows = one_row_each(tmp_path / "j")
+    assert [row["status"] for row in rows] == ["aborted"] * (0 if leaves == "in its head" else 5)
+
+
+def test_a_client_that_leaves_while_sidecars_are_asked_leaves_nothing_behind(tmp_path):
+    from astrolabe_lab.serve.remote import RemotePredictors
+
+    async def story():
+        async with scripted_engines(2) as engines:
+            deaf = await asyncio.start_server(lambda r, w: asyncio.sleep(3600), "127.0.0.1", 0)
+            where = f"http://127.0.0.1:{deaf.sockets[0].getsockname()[1]}"
+            remote = RemotePredictors({0: where, 1: where}, 0.3, time.monotonic)
+            async with routed(engines, tmp_path / "j", "astrolabe:k=2", ask=remote, limits=QUICK) as (router, _, url):
+                for _ in range(3):
+                    async with connection(url) as (_, writer):
+                        writer.write(request_bytes())
+                        await writer.drain()
+                        await asyncio.sleep(0.05)
+                await idle(router, engines)
+                assert [engine.seen for engine in engines] == [[], []]
+            deaf.close()
+
+    run(story())
+    assert [row["status"] for row in one_row_each(tmp_path / "j")] == ["aborted"] * 3
+
+
+def test_slow_clients_are_let_go_whatever_they_are_slow_at(tmp_path):
+    async def trickle(writer, data, every_s):
+        for j in range(len(data)):
+            writer.write(data[j : j + 1])
+            await writer.drain()
+            await asyncio.sleep(every_s)
+
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (router, _, url):
+            whole = request_bytes()
+            head = whole.index(b"\r\n\r\n") + 4
+            async with connection(url) as (reader, writer):  # a head that never ends
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await asyncio.gather(trickle(writer, whole[:head], 0.05), reader.readexactly(1))
+            async with connection(url) as (reader, writer):  # nothing at all
+                assert await asyncio.wait_for(reader.read(1), 3) == b""
+            async with connection(url) as (reader, writer):  # a body that never ends
+                writer.write(whole[:head])
+                await trickle(writer, b'{"mo', 0.01)
+                assert b" 408 " in await asyncio.wait_for(reader.readline(), 3)
+            await idle(router, engines)
+            assert engines[0].seen == []
+
+    run(story())
+    assert [row["reason"][:8] for row in one_row_each(tmp_path / "j")] == ["HTTP 408"]
+
+
+def test_a_client_that_does_not_read_its_answer_is_let_go_and_its_engine_freed(tmp_path):
+    async def story():
+        async with (
+            scripted_engines(1, token_s=0.001) as engines,
+            routed(engines, tmp_path / "j", limits=QUICK) as (router, _, url),
+        ):
+            engines[0].text = "t" * 50_000
+            host, _, port = url.removeprefix("http://").partition(":")
+            deaf = socket.socket()
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect((host, int(port)))
+            body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 10_000, "stream": True}).encode()
+            deaf.sendall(request_bytes(body))
+            while not engines[0].seen:
+                await asyncio.sleep(0.01)
+            await idle(router, engines)
+            deaf.close()
+            assert router.instances[0].breaker.in_a_row == 0, list(router.counters.outcomes)
+
+    run(story())
+    (row,) = one_row_each(tmp_path / "j")
+    assert (row["status"], row["reason"]) == ("aborted", "the client did not read its answer")
+
+
+def test_ten_thousand_requests_with_random_ends_leave_exactly_nothing_in_flight(tmp_path):
+    """Clients that leave at any moment, engines that break in every way."""
+    n, dice = 10_000, random.Random(0)
+    scripts = ["ok"] * 24 + ["http:500", "http:400", "break", "refuse", "error", "late-error", "cut", "twice", "silent"]
+
+    async def one(session, url, engines):
+        dice.choice(engines).script = dice.choice(scripts)
+        body = {"model": MODEL, "prompt": "x", "max_tokens": dice.randrange(1, 4), "stream": dice.random() < 0.7}
+        limit = aiohttp.ClientTimeout(total=dice.choice([0.001, 0.01, 0.05, 9.0]))
+        try:
+            async with session.post(url + "/v1/completions", json=body, timeout=limit) as answer:
+                await answer.read()
+        except (TimeoutError, aiohttp.ClientError):
+            pass
+
+    async def story():
+        limits = Limits(probe_s=1.0, first_byte_s=0.3, between_bytes_s=0.3, drain_s=1.0)
+        async with scripted_engines(4) as engines, routed(engines, tmp_path / "j", "least_loaded", limits=limits) as (
+            router, session, url,
+        ):  # fmt: skip
+            for instance in router.instances:
+                instance.breaker.failures = 10**9  # they fail all the time here, and shall be asked
+            waiting = iter(range(n))
+
+            async def client():
+                for _ in waiting:
+                    await one(session, url, engines)
+
+            async def watch():
+                while True:
+                    assert all(len(i.ledger) >= 0 and i.ledger.tokens >= 0 for i in router.instances)
+                    assert sum(len(i.ledger) for i in router.instances) <= router.in_flight
+                    await asyncio.sleep(0.02)
+
+            watching = asyncio.create_task(watch())
+            await asyncio.gather(*(client() for _ in range(48)))
+            for engine in engines:
+                engine.script = "ok"
+            await idle(router, engines)
+            assert not watching.done()
+            watching.cancel()
+            return dict(router.counters.outcomes)
+
+    counted = asyncio.run(asyncio.wait_for(story(), 240))
+    rows = one_row_each(tmp_path / "j")
+    assert sum(n for status, n in counted.items() if status != "retried") == len(rows)
+    assert {"ok", "failed", "aborted", "rejected"} <= {row["status"] for row in rows}
+    assert min(counted[status] for status in ("ok", "aborted", "retried", "failed")) > 20, counted
+
+
+def test_two_thousand_connections_at_once_all_get_their_answer(tmp_path):
+    allow_open_files()
+
+    async def story():
+        limits = Limits(probe_s=0.2, connect_s=60.0, drain_s=1.0)
+        async with (
+            scripted_engines(4, first_s=1.0, tokens=2) as engines,
+            routed(engines, tmp_path / "j", "least_loaded", limits=limits) as (router, _, url),
+        ):
+            connector = aiohttp.TCPConnector(limit=0)
+            async with aiohttp.ClientSession(connector=connector) as session:
+                answers = await asyncio.gather(*(ask(session, url, max_tokens=2) for _ in range(2000)))
+            assert {status for status, _, _ in answers} == {200}
+            assert all(i.health.healthy for i in router.instances)  # a burst is no illness
+            await idle(router, engines)
+
+    asyncio.run(asyncio.wait_for(story(), 120))
+    assert len(one_row_each(tmp_path / "j")) == 2000
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status"),
     [
-        (lambda: Outage(-1, 0.0), "outage: instance=-1 must be a whole number >= 0"),
-        (lambda: Outage(True, 0.0), "outage: instance=True must be"),
-        (lambda: Outage(0, -1.0), "outage: start_s=-1.0 must be a finite number >= 0"),
-        (lambda: Outage(0, inf), "outage: start_s=inf must be"),
-        (lambda: Outage(0, 5.0, 5.0), "outage: end_s=5.0 must be after start_s=5.0"),
-        (lambda: Outage(0, 5.0, float("nan")), "outage: end_s=nan must be after"),
-        (lambda: Outage(0, 5.0, None), "outage: end_s=None must be after"),
-        (lambda: Outage(0, 5.0, 6.0, "retry"), "outage: on_stop='retry' is not one of fail, redispatch, pause"),
-        (lambda: Outage(0, 5.0, on_stop="pause"), "outage: on_stop=pause needs an end_s"),
-        (lambda: Outage(0, 5.0, detected_after_s=-1.0), "outage: detected_after_s=-1.0 must be"),
-        (lambda: Slowdown(0, 1.0, 2.0, 0.0), "slowdown: factor=0 would make steps take no time"),
-        (lambda: Slowdown(0, 1.0, 2.0, -2.0), "slowdown: factor=-2.0 must be"),
-        (lambda: Slowdown(0, 2.0, 1.0, 2.0), "slowdown: end_s=1.0 must be after start_s=2.0"),
-        (lambda: run(TEN, faults=["crash"]), "fault 'crash' is neither an Outage nor a Slowdown"),
-        (lambda: run(TEN, faults=Outage(0, 1.0)), "faults: .*is no list"),
-        (lambda: run(TEN, faults=[Outage(2, 1.0)]), r"fault: instance=2 is outside 0\.\.1"),
-        (
-            lambda: run(TEN, faults=[Outage(1, 1.0, 3.0), Outage(1, 2.0, 4.0)]),
-            "two outages of instance 1 overlap; separate them",
-        ),
-        (lambda: run(TEN, faults=[Outage(1, 1.0), Outage(1, 9.0, 10.0)]), "two outages of instance 1 overlap"),
-        (lambda: run(TEN, faults=[Outage(1, 1.0, 3.0)] * 2), "two outages of instance 1 overlap"),
-        (
-            lambda: run(TEN, faults=[Slowdown(0, 1.0, 3.0, 2.0), Slowdown(0, 0.0, 9.0, 3.0)]),
-            "two slowdowns of instance 0 overlap",
-        ),
+        ("POST", "/v1/embeddings", {}, 404),
+        ("POST", "/reset_prefix_cache", {}, 404),  # engines' own pages are not reachable
+        ("POST", "/sleep", {}, 404),
+        ("GET", "/v1/completions", {}, 405),
+        ("POST", "/v1/completions", {"x-slo-class": "urgent"}, 400),
+        ("POST", "/v1/completions", {"x-predicted-tokens": "many"}, 400),
+        ("POST", "/v1/completions", {"content-encoding": "gzip"}, 400),
     ],
 )
-def test_a_fault_that_makes_no_sense_is_named(build, message):
-    with pytest.raises(InputError, match=message):
-        build()
+def test_what_is_not_served_is_told_in_openai_s_shape(tmp_path, method, path, headers, status):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+            headers["content-type"] = "application/json"
+            async with session.request(method, url + path, data=BODY, headers=headers) as answer:
+                error = (await answer.json())["error"]
+                assert answer.status == status, error
+                assert set(error) == {"message", "type", "param", "code"}
+            assert engines[0].seen == []
+
+    run(story())
+
+
+def test_heads_are_bounded(tmp_path):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, _, url):
+            for headers in ({"X-Long": "x" * 20_000}, {f"X-{j}": "x" for j in range(500)}):
+                async with connection(url) as (reader, writer):
+                    writer.write(request_bytes(**headers))
+                    assert b" 400 " in await asyncio.wait_for(reader.readline(), 3)
+            assert engines[0].seen == []
+
+    run(story())
+
+
+# --- what the router leans on -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["down", "slow", "lying"])
+def test_a_tagger_that_fails_costs_its_deadline_at_most(tmp_path, fault):
+    async def tagger(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        if fault == "slow":
+            await asyncio.sleep(3600)
+        writer.write(b'HTTP/1.1 200 OK\r\nContent-Length: 24\r\n\r\n{"predicted_tokens": -5}')
+        await writer.drain()
+        writer.close()
+
+    async def story():
+        server = await asyncio.start_server(tagger, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1] if fault != "down" else 9
+        lengths = lengths_of(f"tagger:http://127.0.0.1:{port},constant=77,deadline_ms=100")
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+            router, session, url,
+        ):  # fmt: skip
+            router.lengths = lengths
+            started = time.monotonic()
+            for _ in range(5):
+                status, _, headers = await ask(session, url, max_tokens=200)
+                assert (status, headers["X-Astrolabe-Predicted-Tokens"]) == (200, "77")
+            assert time.monotonic() - started < 5 * 0.1 + 2.0
+            assert all(origin.startswith("constant") for origin in router.counters.lengths)
+        server.close()
+
+    run(story())
+
+
+def test_a_policy_that_raises_is_a_500_with_a_row_and_the_next_request_goes_on(tmp_path):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+            router, session, url,
+        ):  # fmt: skip
+            good, router.policy = router.policy, object()
+            status, body, _ = await ask(session, url)
+            assert status == 500 and "AttributeError" in json.loads(body)["error"]["message"]
+            router.policy = good
+            assert (await ask(session, url))[0] == 200
+            await idle(router, engines)
+
+    run(story())
+    assert [row["status"] for row in one_row_each(tmp_path / "j")] == ["failed", "ok"]
+
+
+def test_an_over_long_prompt_is_the_engine_s_to_refuse_and_hurts_no_prediction(tmp_path):
+    config, cost = EngineConfig(max_model_len=512), StepCost.parse("base_s=0.02")
+
+    async def story():
+        async with (
+            scripted_engines(2) as engines,
+            routed(
+                engines, tmp_path / "j", "astrolabe:k=2", limits=QUICK, config=config,
+                predictors=lambda: Predictor(config, cost),
+            ) as (router, session, url),
+        ):  # fmt: skip
+            for engine in engines:
+                engine.script = "http:400"
+            for _ in range(8):
+                assert (await ask(session, url, prompt="long " * 5000))[0] == 400
+            assert all(i.breaker.in_a_row == 0 for i in router.instances)
+            engines[0].script = engines[1].script = "silent"  # it hangs there, unseen, while others are predicted
+            hanging = asyncio.create_task(ask(session, url, prompt="long " * 5000))
+            await asyncio.sleep(0.1)
+            engines[0].script = engines[1].script = "ok"
+            status, _, headers = await ask(session, url)
+            assert status == 200 and float(headers["X-Astrolabe-Predicted-E2E-S"]) > 0
+            await hanging
+            await idle(router, engines)
+
+    run(story())
+    assert len(one_row_each(tmp_path / "j")) == 10
+
+
+def test_a_router_that_stops_under_load_finishes_what_it_has_and_the_next_goes_on_in_its_journal(tmp_path):
+    async def story():
+        async with scripted_engines(2, token_s=0.03) as engines:
+            async with routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url):
+                under_way = [asyncio.create_task(ask(session, url, max_tokens=15)) for _ in range(10)]
+                await asyncio.sleep(0.2)
+                stopping = asyncio.create_task(router._drain(None))
+                await asyncio.sleep(0.02)
+                status, _, headers = await ask(session, url)
+                assert (status, headers["Retry-After"]) == (503, "1")
+                assert {status for status, _, _ in await asyncio.gather(*under_way)} == {200}
+                await stopping
+            async with routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url):
+                assert (await ask(session, url))[0] == 200
+                await idle(router, engines)
+
+    run(story())
+    assert sorted(row["status"] for row in one_row_each(tmp_path / "j")) == ["failed"] + ["ok"] * 11
+    assert [e["event"] for e in journal.read(tmp_path / "j")].count("router") == 2
+
+
+def test_two_routers_over_one_cluster_keep_their_numbers_apart(tmp_path):
+    async def story():
+        async with (
+            scripted_engines(2) as engines,
+            routed(engines, tmp_path / "a", limits=QUICK) as (_, session, first),
+            routed(engines, tmp_path / "b", limits=QUICK) as (_, _, second),
+        ):
+            await asyncio.gather(*(ask(session, url) for url in (first, second) for _ in range(40)))
+
+    run(story())
+    rids = [row["rid"] for name in "ab" for row in one_row_each(tmp_path / name)]
+    assert len(set(rids)) == len(rids) == 80
+
+
+def test_all_engines_down_then_back_loses_nobody_twice(tmp_path):
+    async def story():
+        async with scripted_engines(2, token_s=0.01) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+            router, session, url,
+        ):  # fmt: skip
+            for instance in router.instances:
+                instance.breaker.cool_s = 0.2
+            for engine in engines:
+                engine.die()
+            told = await asyncio.gather(*(ask(session, url) for _ in range(10)))
+            assert {status for status, _, _ in told} <= {502, 503}
+            for engine in engines:
+                await engine.start()
+            await healthz(session, url, 200)
+            while (await ask(session, url))[0] != 200:
+                await asyncio.sleep(0.05)
+            answers = await asyncio.gather(*(ask(session, url) for _ in range(10)))
+            assert {status for status, _, _ in answers} == {200}
+            await idle(router, engines)
+
+    run(story())
+    one_row_each(tmp_path / "j")
+
+
+def test_scripted_engines_can_be_started_again():
+    async def story():
+        engine = await ScriptedEngine().start()
+        before = engine.url
+        engine.die()
+        await engine.start()
+        assert engine.url == before
+        await engine.stop()
+
+    run(story())

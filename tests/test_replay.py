@@ -4,10 +4,12 @@ import asyncio
 import json
 import math
 import random
+import time
 
 import numpy as np
 import pandas as pd
 import pytest
+from published_engines import publish
 from scripted_engine import scripted_engines
 from test_router import MODEL, ask, routed
 
@@ -17,10 +19,10 @@ from astrolabe_lab.cost import preset
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.foresight import Foresight
 from astrolabe_lab.predictor import Predictor
-from astrolabe_lab.request import Request
 from astrolabe_lab.serve import journal
+from astrolabe_lab.serve.published import StatusReader, StatusWriter
 from astrolabe_lab.serve.replay import replay, summary
-from astrolabe_lab.serve.status_line import pack, unpack
+from astrolabe_lab.serve.status_line import unpack
 from astrolabe_lab.sim.config import EngineConfig
 
 PRESET = preset("llama2-7b-a30")
@@ -28,7 +30,7 @@ CONFIG = EngineConfig.from_dict(PRESET.engine)
 N = 40
 
 
-def record(path, policy, n=N, engines=4, seed=0):
+def record(path, policy, n=N, engines=4, seed=0, **options):
     """A journal of n requests that this policy dispatched to scripted engines with Predictors; the order of ends is
     left to chance."""
     kind = getattr(policies.parse(policy), "foresight", "none")
@@ -46,6 +48,7 @@ def record(path, policy, n=N, engines=4, seed=0):
                 predictors=lambda: Predictor(CONFIG, PRESET.cost, foresight=foresight),
                 seed=seed,
                 foresight=foresight,
+                **options,
             ) as (router, session, url),
         ):
             router.warm_up()
@@ -172,15 +175,29 @@ def test_a_torn_last_line_is_left_out_and_said_and_a_damaged_one_is_an_error(rec
         replay(torn, "random")
 
 
-def test_a_status_survives_the_journal_exactly(recorded):
-    seen = [s for e in journal.read(recorded) if e["event"] == "decision" for s in e["statuses"]]
-    assert any(s["n_rows"] > 3 for s in seen)
-    for packed in seen:
-        status = unpack(packed)
-        assert pack(status) == packed
-        assert type(status).from_json(status.to_json()).rows.tolist() == status.rows.tolist()
+def test_a_published_status_survives_the_journal_exactly(tmp_path):
+    path, running = tmp_path / "status", [(1 << 60, 100, 5, 200), (2, 40, 9, 60)]
+    publish(StatusWriter(path), 12.345678901234567, running)
+    status = StatusReader(path).read()
+    line = json.loads(journal.line_of({"statuses": [journal.Packed(status, None)]}))
+    again = unpack(line["statuses"][0])
+    assert again.rows.tolist() == status.rows.tolist()
+    assert again.header.tobytes() == status.header.tobytes()
     with pytest.raises(InputError, match="not one that a journal holds"):
         unpack({"taken_s": 1.0})
+
+
+def test_engines_that_publish_are_replayed_as_well_as_those_that_do_not(tmp_path):
+    statuses = [tmp_path / f"status-{i}" for i in range(3)]
+    for i, path in enumerate(statuses[:2]):  # the third one's is missing
+        publish(StatusWriter(path), time.monotonic(), [(j, 300, 9, 100) for j in range(3 + 5 * i)])
+    record(tmp_path / "j", "astrolabe:k=2", n=12, engines=3, statuses=statuses)
+    again = replay(tmp_path / "j", "astrolabe:k=2")
+    sources = {tuple(e["status_from"]) for e in journal.read(tmp_path / "j") if e["event"] == "decision"}
+    assert ("published", "published", "ledger") in sources
+    assert (again["instance"] == again["recorded_instance"]).all()
+    made = {e["rid"]: e["predicted_e2e_s"] for e in journal.read(tmp_path / "j") if e["event"] == "decision"}
+    assert again["predicted_e2e_s"].tolist() == [made[r.rid][str(r.instance)] for r in again.itertuples()]
 
 
 def test_decisions_of_an_earlier_journal_are_counted_and_a_headless_one_is_refused(recorded, tmp_path):
@@ -227,19 +244,3 @@ def test_the_command_prints_one_json_object_and_writes_a_row_a_decision(recorded
     assert 0 <= told["recorded_best_share"] <= 1 and told["recorded_regret_mean_s"] >= 0
     assert main(["replay", str(tmp_path / "nothing"), "--json"]) == 2
     assert "cannot be read" in json.loads(capsys.readouterr().out)["error"]
-
-
-def test_a_predictor_asked_on_the_recorded_status_says_what_the_row_says(recorded):
-    """The oracle: the Predictor by hand, on one entry."""
-    decisions = [e for e in journal.read(recorded) if e["event"] == "decision"]
-    entry = max(decisions, key=lambda e: sum(s["n_rows"] for s in e["statuses"]))
-    request = Request(entry["rid"], entry["arrived_s"], entry["prompt_tokens"], entry["predicted_tokens"])
-    own = [
-        Predictor(CONFIG, PRESET.cost)
-        .predict(unpack(status), request, "e2e_s", now_s=entry["time_s"], dispatched=[tuple(d) for d in sent])
-        .e2e_s
-        for status, sent in zip(entry["statuses"], entry["unseen"], strict=True)
-    ]
-    row = replay(recorded, "random").set_index("rid").loc[entry["rid"]]
-    assert row["best_e2e_s"] == min(own)
-    assert row["recorded_regret_s"] == own[entry["instance"]] - min(own)

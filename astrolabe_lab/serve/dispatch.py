@@ -156,9 +156,8 @@ class Dispatch:
             if not streams:
                 held += chunk
                 continue
-            if watcher.feed(chunk) and entry.first_token_s is None:
-                entry.first_token_s = self.now_s()
-            entry.streamed = watcher.tokens
+            if watcher.feed(chunk):
+                decision.instance.ledger.progress(entry, watcher.tokens, self.now_s())
             if not answer.prepared:
                 if watcher.error is not None and (watcher.error[1] or 500) >= 500:
                     raise EngineFault(f"it answered with an error: {watcher.error[0]}")

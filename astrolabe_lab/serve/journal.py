@@ -15,14 +15,24 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.serve.scrape import Gauges
 from astrolabe_lab.serve.status_line import pack
 from astrolabe_lab.sim.status import Status
 
 VERSION = 1
 BATCH_S = 0.2  # between two fsyncs
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A status in an entry, to be packed (``status_line.pack``) when its line is written."""
+
+    status: Status
+    gauges: Gauges | None
 
 
 class Journal:
@@ -99,13 +109,13 @@ class Journal:
 
 
 def line_of(entry: dict) -> bytes:
-    """An entry as its line; a Status in it is packed."""
+    """An entry as its line."""
     return json.dumps({"version": VERSION, **entry}, separators=(",", ":"), default=_packed).encode() + b"\n"
 
 
 def _packed(value):
-    if isinstance(value, Status):
-        return pack(value)
+    if isinstance(value, Packed):
+        return pack(value.status, value.gauges)
     raise TypeError(f"{value!r:.80} has no place in a journal")
 
 

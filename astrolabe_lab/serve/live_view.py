@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from astrolabe_lab.objective import objective
@@ -28,6 +30,7 @@ class LiveView:
         self.signals = np.zeros(len(instances), SIGNALS)
         self.statuses = []
         self.sources = []
+        self.gauges = []  # of each instance, what its status was reckoned with; None where it was published
         self.unseen = []  # of each instance, what was sent there and its status does not show
         self.predictions: dict[int, Prediction] = {}
         self.late = 0
@@ -35,6 +38,7 @@ class LiveView:
             status, source = instance.status(now_s)
             instance.signals(status, now_s, row)
             self.statuses.append(status)
+            self.gauges.append(None if source == "published" else replace(instance.gauges))
             self.unseen.append(instance.unseen(status))
             self.sources.append(source)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from astrolabe_lab.serve.ledger import InFlight, Ledger
+from astrolabe_lab.serve.ledger import Ledger
 from astrolabe_lab.serve.scrape import Gauges
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.state import RUNNING, WAITING
@@ -19,59 +19,69 @@ def reckon(ledger: Ledger, gauges: Gauges, engine: EngineConfig, now_s: float) -
 
     A request whose first token has passed runs and holds its tokens, those of an answer that is not streamed as many
     as the engine's mean pace makes likely; every other one waits, its prompt not yet computed. What the gauges say
-    beyond that is other clients': as many requests more, which share the used KV blocks that are not ours and are as
-    long as ours are on average, half done.
+    beyond that is other clients': as many requests more, as long as ours are on average, half done.
     """
-    block, seats = engine.block_size, engine.max_num_seqs
-    free = engine.usable_blocks
-    longest = min(engine.max_model_len, engine.request_blocks * block) - 1
-    running, waiting = [], []
-
-    def enter(rid: int, prompt: int, generated: int, predicted: int) -> None:
-        nonlocal free
-        prompt = max(1, min(prompt, longest))
-        generated = min(generated, longest - prompt)
-        blocks = -(-(prompt + generated) // block)
-        if generated > 0 and len(running) < seats and blocks <= free:
-            free -= blocks
-            running.append(
-                (rid, RUNNING, prompt, prompt + generated - 1, generated, 0, 0, 0, predicted, blocks, 0, 0, 0)
-            )
-        else:
-            waiting.append((rid, WAITING, prompt, 0, generated, 0, 0, 0, predicted, 0, 0, 0, 0))
-
-    own = list(ledger.entries.values())
-    for entry in own:
-        enter(entry.rid, entry.prompt_tokens, _generated(entry, gauges, now_s), entry.predicted_tokens)
-    if others := _others(own, gauges):
-        prompt, predicted = _likely(ledger, gauges, engine, others)
-        decoding = min(others, max(0, round(gauges.running) - len(running)))
-        for j in range(others):
-            enter(-1 - j, prompt, max(1, predicted // 2) if j < decoding else 0, predicted)
-    header = np.zeros(1, HEADER)
+    own = ledger.table()
+    others = _others(own, gauges)
+    n = len(own) + others
+    rows, header = np.zeros(n, ROW), np.zeros(1, HEADER)
     header["taken_s"], header["step_started_s"] = now_s, np.nan
-    header["free_blocks"], header["n_running"] = free, len(running)
-    header["n_rows"] = len(running) + len(waiting)
-    return Status(header, np.array(running + waiting, ROW))
+    header["free_blocks"], header["n_rows"] = engine.usable_blocks, n
+    if n == 0:
+        return Status(header, rows)
+    rids, prompts, predictions = own["rid"], own["prompt"], own["predicted"]
+    generated = _generated(own, gauges, now_s)
+    if others:
+        prompt, predicted = _likely(ledger, gauges, engine)
+        decoding = max(0, round(gauges.running) - np.count_nonzero(generated))
+        rids = np.concatenate([rids, -1 - np.arange(others)])
+        prompts = np.concatenate([prompts, np.full(others, prompt)])
+        predictions = np.concatenate([predictions, np.full(others, predicted)])
+        generated = np.concatenate([generated, np.where(np.arange(others) < decoding, predicted // 2, 0)])
+    longest = min(engine.max_model_len, engine.request_blocks * engine.block_size) - 1
+    prompts = np.clip(prompts, 1, longest)
+    generated = np.minimum(generated, longest - prompts)
+    blocks = -(-(prompts + generated) // engine.block_size)
+    decodes = generated > 0
+    runs = decodes & (np.cumsum(decodes) <= engine.max_num_seqs)
+    runs &= np.cumsum(blocks * runs) <= engine.usable_blocks
+    order = np.concatenate([np.flatnonzero(runs), np.flatnonzero(~runs)])
+    rows["rid"], rows["prompt"] = rids[order], prompts[order]
+    rows["generated"], rows["predicted"] = generated[order], predictions[order]
+    rows["state"] = np.where(runs, RUNNING, WAITING)[order]
+    rows["computed"] = np.where(runs, prompts + generated - 1, 0)[order]
+    rows["blocks"] = np.where(runs, blocks, 0)[order]
+    header["free_blocks"] -= rows["blocks"].sum()
+    header["n_running"] = np.count_nonzero(runs)
+    return Status(header, rows)
 
 
-def _generated(entry: InFlight, gauges: Gauges, now_s: float) -> int:
-    if entry.first_token_s is not None:
-        return max(1, entry.streamed)
-    if entry.streams or gauges.decode_s_per_token <= 0.0:
-        return 0
-    decoding_s = now_s - entry.sent_s - gauges.queue_s - gauges.prefill_s_per_token * entry.prompt_tokens
-    return max(0, min(int(decoding_s / gauges.decode_s_per_token), entry.predicted_tokens - 1))
+def streamed(status: Status) -> list[list[int]]:
+    """[rid, generated] of the requests of the router's own that have begun to answer: all of a reckoned status that
+    does not follow from what was dispatched and ended before it."""
+    begun = status.rows[(status.rows["generated"] > 0) & (status.rows["rid"] >= 0)]
+    return begun[["rid", "generated"]].tolist()
 
 
-def _others(own: list[InFlight], gauges: Gauges) -> int:
+def _generated(own: np.ndarray, gauges: Gauges, now_s: float) -> np.ndarray:
+    passed = own["streamed"]
+    if gauges.decode_s_per_token <= 0.0 or own["streams"].all():
+        return passed
+    decoding_s = now_s - own["sent_s"] - gauges.queue_s - gauges.prefill_s_per_token * own["prompt"]
+    likely = np.clip(decoding_s / gauges.decode_s_per_token, 0, np.maximum(own["predicted"] - 1, 0))
+    return np.where(own["streams"], passed, likely.astype(np.int64))
+
+
+def _others(own: np.ndarray, gauges: Gauges) -> int:
     """Requests that the engine had when it was asked and this router has not sent."""
-    sent = sum(entry.sent_s <= gauges.taken_s for entry in own) + gauges.ended_since
-    return max(0, round(gauges.running + gauges.waiting) - sent)
+    there = round(gauges.running + gauges.waiting)
+    if there == 0:
+        return 0
+    return max(0, there - np.count_nonzero(own["sent_s"] <= gauges.taken_s) - gauges.ended_since)
 
 
-def _likely(ledger: Ledger, gauges: Gauges, engine: EngineConfig, others: int) -> tuple[int, int]:
-    """(prompt, predicted) tokens of another client's request."""
+def _likely(ledger: Ledger, gauges: Gauges, engine: EngineConfig) -> tuple[int, int]:
+    """(prompt, predicted) tokens of another client's request: as ours, or without any from the KV cache in use."""
     if ledger.opened:
         return max(1, round(ledger.prompts / ledger.opened)), max(2, round(ledger.predictions / ledger.opened))
     held = gauges.kv_usage * engine.usable_blocks * engine.block_size / max(1.0, gauges.running)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve.counters import Counters
-from astrolabe_lab.serve.journal import Journal
+from astrolabe_lab.serve.journal import Journal, Packed
 from astrolabe_lab.serve.ledger import InFlight
 from astrolabe_lab.serve.openai_api import Asked, Refusal
 from astrolabe_lab.serve.stream import Watcher
@@ -73,7 +73,7 @@ class Records:
                 "policy": self.policy_name,
                 "signals": [dict(zip(view.signals.dtype.names, record.item(), strict=True)) for record in view.signals],
                 "status_from": view.sources,
-                "statuses": view.statuses,
+                "statuses": list(map(Packed, view.statuses, view.gauges)),
                 "unseen": view.unseen,
                 "predicted_e2e_s": {str(i): seconds for i, seconds in view.predicted_e2e_s.items()},
                 "late": view.late,

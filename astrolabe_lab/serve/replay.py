@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,11 +22,13 @@ from astrolabe_lab.predictor import EXTENSION_TOKENS, Prediction, Predictor
 from astrolabe_lab.prefix_record import PrefixRecord
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve import journal
+from astrolabe_lab.serve.ledger import Ledger
 from astrolabe_lab.serve.live_view import LiveView
 from astrolabe_lab.serve.prompt_prefix import BLOCK_TOKENS
 from astrolabe_lab.serve.replayed import Kept, identity_of
 from astrolabe_lab.serve.router import decision_stream
-from astrolabe_lab.serve.status_line import unpack
+from astrolabe_lab.serve.scrape import Gauges
+from astrolabe_lab.serve.status_line import reckon_again, unpack
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.status import Status
 from astrolabe_lab.sim.view import check_choice
@@ -107,6 +109,7 @@ class RecordedInstance:
     source: str
     numbers: dict
     sent: list
+    gauges: Gauges = field(default_factory=Gauges)
 
     def status(self, now_s: float) -> tuple[Status, str]:
         return self.recorded, self.source
@@ -136,6 +139,7 @@ class Replayer:
         self._engines: dict[int, tuple[EngineConfig, Predictor | None]] = {}
         self._foresight: Foresight | None = None
         self._prefixes: PrefixRecord | None = None
+        self._ledgers: dict[int, Ledger] = {}
         self._open: dict[int, Prediction] = {}  # of the recorded choice, until its outcome
         self._measured: dict[int, dict[int, float]] = {}
         params = getattr(type(policy), "__dataclass_params__", None)
@@ -157,7 +161,7 @@ class Replayer:
                         progress(done)
                 elif event == "decision":
                     self.without_status += 1
-                elif event == "probe" or (event == "outcome" and entry.get("status") == "ok"):
+                elif event in ("outcome", "probe"):
                     self._learn(entry)
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 if isinstance(error, InputError):
@@ -193,6 +197,7 @@ class Replayer:
         self._prefixes = PrefixRecord(
             BLOCK_TOKENS, {i: config.usable_blocks * config.block_size for i, (config, _) in self._engines.items()}
         )
+        self._ledgers = {i: Ledger() for i in self._engines}
         self._open.clear()
 
     def _decide(self, entry: dict, kept: Kept) -> dict:
@@ -215,6 +220,8 @@ class Replayer:
             if row is None:
                 row = self._row(entry, request, view.instances, index, e2e_s)
                 kept.keep(row)
+        ledger = self._ledgers[recorded]
+        ledger.open(request.rid, request.prompt_tokens, request.predicted_tokens, entry["decided_s"])
         if self._foresight is not None:
             self._foresight.observe_dispatch(entry["decided_s"], request.prompt_tokens, request.predicted_tokens)
         if request.prefix_blocks:
@@ -224,12 +231,15 @@ class Replayer:
     def _candidates(self, entry: dict) -> list[RecordedInstance]:
         described = (entry["signals"], entry["statuses"], entry["status_from"], entry["unseen"])
         found = []
-        for numbers, status, source, sent in zip(*described, strict=True):
-            config, predictor = self._engines[numbers["instance"]]
+        for numbers, packed, source, sent in zip(*described, strict=True):
+            i = numbers["instance"]
+            config, predictor = self._engines[i]
+            if source == "published":
+                status = unpack(packed)
+            else:
+                status = reckon_again(packed, self._ledgers[i], config, entry["time_s"])
             sent = [tuple(dispatch) for dispatch in sent]
-            found.append(
-                RecordedInstance(numbers["instance"], config, predictor, unpack(status), source, numbers, sent)
-            )  # fmt: skip
+            found.append(RecordedInstance(i, config, predictor, status, source, numbers, sent))
         return found
 
     @staticmethod
@@ -257,10 +267,16 @@ class Replayer:
         }
 
     def _learn(self, entry: dict) -> None:
-        rid, e2e_s = entry["rid"], entry["e2e_s"]
-        if entry["instance"] is not None:
-            self._measured.setdefault(rid, {})[entry["instance"]] = float(e2e_s)
-        prediction = self._open.pop(rid, None) if entry["event"] == "outcome" else None
+        """A dispatch has ended, or a probe."""
+        rid, i = entry["rid"], entry["instance"]
+        prediction = None
+        if entry["event"] == "outcome" and i is not None:
+            self._ledgers[i].close(rid)
+            prediction = self._open.pop(rid, None)
+        if i is None or entry.get("status", "ok") != "ok":
+            return
+        e2e_s = float(entry["e2e_s"])
+        self._measured.setdefault(rid, {})[i] = e2e_s
         if self._learns and prediction is not None and prediction.basis and entry["ttft_s"] is not None:
             self._foresight.observe_outcome(prediction, entry["ttft_s"], e2e_s)
 

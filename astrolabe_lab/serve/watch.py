@@ -12,6 +12,8 @@ from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.scrape import read_gauges
 
+PATIENCE_S = 5.0  # wall; a burst of requests must not make an engine look dead
+
 
 @dataclass
 class Watch:
@@ -29,7 +31,7 @@ class Watch:
         await asyncio.gather(*(asking for i in self.instances for asking in (self._health(i), self._gauges(i))))
 
     async def _health(self, instance: Instance) -> None:
-        timeout = aiohttp.ClientTimeout(total=max(1.0, self.limits.probe_s * self.time_scale))
+        timeout = aiohttp.ClientTimeout(total=max(PATIENCE_S, self.limits.probe_s * self.time_scale))
         while True:
             try:
                 async with self.session.get(instance.url + "/health", timeout=timeout) as answer:
@@ -41,7 +43,7 @@ class Watch:
 
     async def _gauges(self, instance: Instance) -> None:
         """An engine that does not tell keeps its last gauges: silence is not idleness."""
-        timeout = aiohttp.ClientTimeout(total=max(1.0, self.limits.probe_s * self.time_scale))
+        timeout = aiohttp.ClientTimeout(total=max(PATIENCE_S, self.limits.probe_s * self.time_scale))
         every_s = self.limits.scrape_s if instance.status_path is None else self.limits.probe_s
         while True:
             asked_s = self.now_s()
