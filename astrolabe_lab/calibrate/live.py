@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+import uuid
 from pathlib import Path
 
 import numpy as np
@@ -130,6 +131,37 @@ class LiveTarget:
         self.close()
 
 
+class PoolTarget(LiveTarget):
+    """A decode engine behind the prefill engine ``prefill``: ``handoff`` times what comes from there."""
+
+    transfer = True
+
+    def __init__(self, url: str, described: Described, prefill: LiveTarget, **options):
+        super().__init__(url, described, **options)
+        self._prefill = prefill
+
+    def handoff(self, prompt_tokens: int) -> float:
+        """Modelled seconds from the request here, its prompt computed over there, to its first token. Raises InputError
+        where prefill keeps no blocks."""
+        return self._run(self._handoff(prompt_tokens))
+
+    async def _handoff(self, prompt_tokens: int) -> float:
+        from astrolabe_lab.serve.pools import handoff
+
+        body = self.body(self.prompt(prompt_tokens), 1)
+        name = {"X-Request-Id": f"calibration-{uuid.uuid4().hex}"}
+        path = "/v1/completions"
+        said = await self.stream(self._prefill.url + path, handoff.prefill_body(body), name)
+        handle = handoff.handle_of(json.loads(b"".join(chunk for _, chunk in said)))
+        if handle is None:
+            raise InputError(f"{self._prefill.url} keeps no KV blocks for decode: is it a prefill engine of a pool?")
+        sent = time.monotonic()
+        times, _ = read_tokens(await self.stream(self.url + path, handoff.decode_body(body, handle), name))
+        if not len(times):
+            raise InputError(f"{self.url} answered no token to a prompt that was handed over")
+        return float(times[0] - sent) / self._scale
+
+
 def read_tokens(arrived: list[tuple[float, bytes]]) -> tuple[np.ndarray, np.ndarray]:
     """(times, tokens in all) of a stream with ``continuous_usage_stats``, for every event that brought some."""
     times, tokens, left, seen = [], [], b"", 0
@@ -162,10 +194,14 @@ def targets_of(cluster):
             "engines_at(URLS)"
         )
     found = read_cluster(folder)
-    device = modelled_device("emulated", found.cost) if found.world == "emulated" else local_device()
-    target = LiveTarget(
-        found.engines[0]["url"], Described(found.model, device, found.config, found.world, found.time_scale)
-    )
+    roles = {engine.get("role") for engine in found.engines}
+    device = device_of_cluster(folder, found.cost)
+    described = Described(found.model, device, found.config, found.world, found.time_scale)
+    if roles == {"prefill", "decode"}:
+        first = {role: next(e["url"] for e in found.engines if e["role"] == role) for role in roles}
+        prefill = LiveTarget(first["prefill"], described)
+        return prefill, PoolTarget(first["decode"], described, prefill)
+    target = LiveTarget(found.engines[0]["url"], described)
     return target, target
 
 
@@ -179,9 +215,9 @@ def engines_at(urls, decode_urls=None, model=None, engine="", device=None, time_
     if not url.startswith(("http://", "https://")):
         raise InputError(f"engine {url!r} is not a URL like http://127.0.0.1:8001")
     if decode_urls:
-        from astrolabe_lab.calibrate.pools import pool_targets
-
-        return pool_targets(url, decode_urls.split(",")[0].strip(), model, engine, device, time_scale)
+        described = describe_engine(url, model, engine, device, time_scale)
+        prefill = LiveTarget(url, described)
+        return prefill, PoolTarget(decode_urls.split(",")[0].strip(), described, prefill)
     return LiveTarget(url, describe_engine(url, model, engine, device, time_scale))
 
 
@@ -237,6 +273,15 @@ def _get_json(url: str):
         return json.loads(_get_text(url) or "null")
     except ValueError:
         return None
+
+
+def device_of_cluster(folder, cost=None) -> str:
+    """What the engines of a cluster run on; of engines at URLs (no folder), this machine's device."""
+    from astrolabe_lab.serve.cluster_file import read_cluster
+
+    if folder is not None and (found := read_cluster(folder)).world == "emulated":
+        return modelled_device("emulated", cost if cost is not None else found.cost)
+    return local_device()
 
 
 def local_device() -> str:

@@ -87,7 +87,9 @@ class SimulatedTarget:
             raise InputError("this simulated engine has no pool behind it: give transfer=(seconds, seconds a block)")
         latency_s, block_s = self.transfer
         blocks = -(-prompt_tokens // self.engine.block_size)
-        step = self.cost.step_seconds(1, 1, prompt_tokens - 1) * (1 + self._rng.normal(0, self.step_noise))
+        before = prompt_tokens - 1  # the last token is computed where it decodes
+        step = self.cost.step_seconds(1, 1, before, before + 0.5, mixed=True)
+        step *= 1 + self._rng.normal(0, self.step_noise)
         seconds = self.overhead_s + latency_s + blocks * block_s + step + self._rng.exponential(self.jitter_s)
         self._now_s += seconds
         return seconds

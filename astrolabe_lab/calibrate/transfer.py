@@ -6,6 +6,7 @@ import numpy as np
 
 from astrolabe_lab.calibrate.artifact import Transfer
 from astrolabe_lab.calibrate.fit import Fitted
+from astrolabe_lab.calibrate.probe import Probe
 from astrolabe_lab.errors import InputError
 
 REPEATS = 7
@@ -30,16 +31,23 @@ def measure_transfer(prefill, decode, fitted: Fitted, left_s: float, rng) -> Tra
     for _ in range(REPEATS):
         for j in rng.permutation(len(blocks)):
             n = blocks[j]
-            step_s = fitted.cost.step_seconds(1, 1, n * size - 1)
+            step_s = _last_token_s(fitted.cost, n * size)
             seen.append((n, decode.handoff(n * size) - step_s))
         if (decode.now_s() - begun) * scale > left_s * REPEATS / (REPEATS + 1):
             break
-    alone = decode.own_way_s() if hasattr(decode, "own_way_s") else getattr(decode, "overhead_s", 0.0)
+    singles = [answer.first_s - answer.sent_s for _ in range(REPEATS) for answer in decode.burst([Probe(1, 1)])]
+    alone = max(0.0, float(np.median(singles)) - _last_token_s(fitted.cost, 1))
     n, seconds = map(np.array, zip(*seen, strict=True))
     if len(np.unique(n)) < 2:
         raise InputError("calibration: prompts of two sizes at least must fit, to time a transfer")
     (latency_s, block_s), (latency_around, block_around) = _line(n, seconds - alone, rng)
     return Transfer(latency_s, block_s, latency_around, block_around)
+
+
+def _last_token_s(cost, prompt_tokens: int) -> float:
+    """Seconds of the step that computes a prompt's last token, all others being there."""
+    before = prompt_tokens - 1
+    return cost.step_seconds(1, 1, before, before + 0.5, mixed=True)
 
 
 def _line(n, seconds, rng):

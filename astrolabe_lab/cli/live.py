@@ -33,7 +33,9 @@ ROUTE_DETAILS = "Prints one JSON line with its URL when it serves."
 def add_launch(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--world", choices=("emulated", "hardware"), default="emulated", help="what runs (default: emulated)")
-    add("--instances", type=whole(1), required=True, metavar="N", help="how many engines")
+    many = parser.add_mutually_exclusive_group(required=True)
+    many.add_argument("--instances", type=whole(1), metavar="N", help="how many engines")
+    many.add_argument("--pools", metavar="P+D", help="prefill and decode engines that hand KV blocks over, like 2+4")
     add("--preset", metavar="NAME", help="model and GPU to emulate (default: llama2-7b-a30)")
     add("--engine", default="", metavar="key=value,...", help="change the preset's engine flags, or vLLM's defaults")
     add("--cost", default="", metavar="key=value,...", help="change the preset's step cost; of real engines, theirs")
@@ -55,8 +57,14 @@ def launch(args):
     from astrolabe_lab.serve.launch import launch as start
     from astrolabe_lab.serve.placement import parse_cores
 
+    many = (args.instances,)
+    if args.pools:
+        from astrolabe_lab.serve.pools.launch import launch_pools as start
+        from astrolabe_lab.serve.pools.launch import parse_pools
+
+        many = parse_pools(args.pools)
     with start(
-        args.instances, args.preset, args.engine, args.cost, args.time_scale, folder=args.out,
+        *many, preset=args.preset, engine=args.engine, cost=args.cost, time_scale=args.time_scale, folder=args.out,
         model_name=args.model_name, timeout_s=args.timeout_s, world=args.world, model=args.model, device=args.device,
         tensor_parallel=args.tensor_parallel, gpus=args.gpus.split(",") if args.gpus else None,
         cores=parse_cores(args.cores) if args.cores else None, flags=shlex.split(args.flags), restart=args.restart,
@@ -72,7 +80,21 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--engines", metavar="URL,...", help="engines to route to")
     source.add_argument("--cluster", metavar="DIR", help="folder of a cluster that astrolabe launch started")
-    parser.add_argument("--policy", default="astrolabe", metavar="NAME[:key=value,...]", help="see astrolabe policies")
+    source.add_argument("--prefill", metavar="URL,...", help="engines of a prefill pool (with --decode)")
+    parser.add_argument("--decode", metavar="URL,...", help="engines of the decode pool (with --prefill)")
+    parser.add_argument(
+        "--policy",
+        metavar="NAME[:key=value,...]",
+        help="see astrolabe policies (default: astrolabe, for pools marginal_cost)",
+    )
+    parser.add_argument(
+        "--calibration", metavar="FILE", help="of this cluster (astrolabe calibrate); others are refused"
+    )
+    parser.add_argument(
+        "--constants-from",
+        metavar="FILE|NAME",
+        help="a calibration of whatever cluster, unchecked; for pools also paper, paper-simulator",
+    )
     parser.add_argument("--preset", metavar="NAME", help="engine and step cost for the Predictors (with --engines)")
     parser.add_argument("--engine", default="", metavar="key=value,...", help="engine flags, where not the preset's")
     parser.add_argument("--cost", default="", metavar="key=value,...", help="step cost, if not the preset's")
@@ -101,9 +123,10 @@ def add_route(parser: argparse.ArgumentParser) -> None:
 def route(args):
     import asyncio
 
+    from astrolabe_lab.cli import route_pools
     from astrolabe_lab.serve.listen import listening
 
-    router = _router(args)
+    router = route_pools.pool_router(args) if route_pools.are_meant(args) else _router(args)
     key = os.environ.get("ASTROLABE_API_KEY")
     router.api_key = key or None
     router.warm_up()
@@ -135,6 +158,7 @@ def _router(args):
     from astrolabe_lab.serve.router import Router
     from astrolabe_lab.sim.config import EngineConfig
 
+    args.policy = args.policy or "astrolabe"
     policy = policies.parse(args.policy)
     tokenizer, models, time_scale = args.tokenizer, args.model.split(","), args.time_scale
     if args.cluster:
@@ -149,6 +173,9 @@ def _router(args):
         places = [(url.strip().rstrip("/"), None) for url in args.engines.split(",") if url.strip()]
         if bad := [url for url, _ in places if not url.startswith(("http://", "https://"))]:
             raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
+    calibration = calibration_of(args, models[0], config, cost)
+    if calibration is not None:
+        cost = calibration.cost
     if args.cost:
         cost = StepCost.parse(args.cost, cost)
     kind = getattr(policy, "foresight", "none")
@@ -157,7 +184,7 @@ def _router(args):
         Instance(i, url, config, Predictor(config, cost, foresight=foresight) if cost else None, status)
         for i, (url, status) in enumerate(places)
     ]
-    return Router(
+    router = Router(
         instances,
         policy,
         args.policy,
@@ -173,6 +200,31 @@ def _router(args):
         foresight=foresight,
         ask=_sidecars(args, len(places), time_scale),
     )
+    if calibration is not None:
+        router.watch_drift(calibration.cost)
+    return router
+
+
+def calibration_of(args, model: str, config, cost=None):
+    """The calibration that the router is given, checked against its cluster unless it came as --constants-from; None
+    where it is given none."""
+    from astrolabe_lab.calibrate.artifact import load
+
+    if args.calibration and args.constants_from:
+        raise InputError("give --calibration, or --constants-from, which is not checked; not both")
+    if args.constants_from:
+        print(f"constants from {args.constants_from}, whatever they belong to", file=sys.stderr)
+        return load(args.constants_from, edited=True)
+    if not args.calibration:
+        return None
+    from astrolabe_lab.calibrate.live import device_of_cluster
+
+    calibration = load(args.calibration)
+    calibration.require(model=model, engine=config, device=device_of_cluster(args.cluster, cost))
+    if not calibration.valid:
+        failed = ", ".join(name for name, gate in calibration.gates.items() if not gate["ok"])
+        print(f"warning: the calibration missed its own gates ({failed})", file=sys.stderr)
+    return calibration
 
 
 def _sidecars(args, engines: int, time_scale: float):

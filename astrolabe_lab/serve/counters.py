@@ -33,6 +33,10 @@ class Counters:
     def ended(self, status: str) -> None:
         self.outcomes[status] += 1
 
+    def more(self, router):
+        """Families beside these, of a router of another kind."""
+        return ()
+
     def exposition(self, router) -> bytes:
         """The counters and the instances' state as Prometheus text."""
         from prometheus_client import CollectorRegistry, generate_latest
@@ -57,6 +61,9 @@ class Counters:
             if router.journal is not None:
                 yield CounterMetricFamily("astrolabe_journal_lost", "Journal lines lost", value=router.journal.lost)
             yield from _counting(router.count_tokens)
+            if router.drift is not None:
+                yield from router.drift.families()
+            yield from self.more(router)
             decisions = HistogramMetricFamily("astrolabe_decision_seconds", "Time to choose an instance")
             edges = [(str(e), n) for e, n in zip(DECISION_BUCKETS_S, self.buckets, strict=True)]
             decisions.add_metric([], [*edges, ("+Inf", self.decisions)], self.decision_s)

@@ -76,6 +76,7 @@ class Router:
         self.in_flight = 0
         self.draining = False
         self._dispatch: Dispatch | None = None
+        self.drift = None  # a calibrate.drift.DriftMonitor, where watch_drift was called
         self.records.begin(self)
 
     def now_s(self) -> float:
@@ -85,6 +86,12 @@ class Router:
     @property
     def counters(self) -> Counters:
         return self.records.counters
+
+    def watch_drift(self, cost, instances: list[Instance] | None = None) -> None:
+        """Compare the steps of ``instances``, or all, with the calibrated ``cost`` while it runs: gauges, an alarm."""
+        from astrolabe_lab.calibrate.drift import DriftMonitor
+
+        self.drift = DriftMonitor(instances or self.instances, cost, self.now_s, self.time_scale, warn=log.warning)
 
     def warm_up(self) -> None:
         """Compile what decisions need, before the first request would wait for it."""
@@ -119,7 +126,10 @@ class Router:
         watching = asyncio.create_task(
             Watch(session, self.instances, self.now_s, self.time_scale, self.limits).run()
         )  # fmt: skip
+        drifting = asyncio.create_task(self.drift.run()) if self.drift is not None else None
         yield
+        if drifting is not None:
+            drifting.cancel()
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching

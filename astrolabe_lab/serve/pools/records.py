@@ -27,6 +27,21 @@ class PoolCounters(Counters):
     left_to_expire: int = 0
     blocks_handed: int = 0
 
+    def more(self, router):
+        """What only a router of pools counts, and how late its event loop is."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        for name, text in (
+            ("recomputed", "Prompts that a decode engine was asked to compute itself"),
+            ("released", "Prompts whose blocks nobody wanted and that were given back"),
+            ("left_to_expire", "Prompts whose blocks nobody wanted and that could not be given back"),
+            ("blocks_handed", "KV blocks that prefill engines kept for decode engines"),
+        ):
+            yield CounterMetricFamily(f"astrolabe_{name}", text, value=getattr(self, name))
+        late_s = router.lag.p99_s()
+        if late_s is not None:
+            yield GaugeMetricFamily("astrolabe_loop_lag_p99_seconds", "Lateness of the event loop", value=late_s)
+
 
 @dataclass
 class PoolRecords(Records):

@@ -1,0 +1,80 @@
+"""A router of pools from the options of ``astrolabe route``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from astrolabe_lab.errors import InputError
+
+
+def are_meant(args) -> bool:
+    """Whether the options name pools: URLs of both, or a cluster that has them."""
+    if args.prefill or args.decode:
+        if not (args.prefill and args.decode):
+            raise InputError("--prefill and --decode go together: the URLs of both pools")
+        return True
+    if not args.cluster:
+        return False
+    from astrolabe_lab.serve.cluster_file import read_cluster
+
+    return {engine.get("role") for engine in read_cluster(args.cluster).engines} == {"prefill", "decode"}
+
+
+def pool_router(args):
+    """The PoolRouter. Raises InputError for options that do not fit together, or a calibration of another cluster."""
+    from astrolabe_lab.cli.live import calibration_of
+    from astrolabe_lab.disagg import routers
+    from astrolabe_lab.disagg.constants import NAMED, Constants
+    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.serve.instance import Instance
+    from astrolabe_lab.serve.journal import Journal
+    from astrolabe_lab.serve.lengths import lengths_of
+    from astrolabe_lab.serve.pools.router import PoolRouter
+    from astrolabe_lab.serve.prompt_tokens import ByBytes, ByTokenizer
+    from astrolabe_lab.sim.config import EngineConfig
+
+    args.policy = args.policy or "marginal_cost"
+    policy = routers.parse(args.policy)
+    if args.sidecars:
+        raise InputError("--sidecars predict for whole engines; the policies of pools price with constants")
+    cost, source = None, "hardware"
+    if args.cluster:
+        cluster = read_cluster(args.cluster)
+        config, cost, time_scale, source = cluster.config, cluster.cost, cluster.time_scale, cluster.world
+        places = [
+            [(engine["url"], Path(engine["status"])) for engine in cluster.engines if engine["role"] == role]
+            for role in ("prefill", "decode")
+        ]
+        tokenizer, models = args.tokenizer or cluster.tokenizer, [cluster.model]
+    else:
+        config, time_scale = EngineConfig.parse(args.engine), args.time_scale
+        places = [_urls(args.prefill), _urls(args.decode)]
+        tokenizer, models = args.tokenizer, args.model.split(",")
+    if args.constants_from in NAMED:
+        calibration, constants = None, Constants.read(args.constants_from)
+    else:
+        calibration = calibration_of(args, models[0], config, cost)
+        if calibration is None:
+            raise InputError(
+                "a router of pools prices with constants: give --calibration C.json (astrolabe calibrate makes it), or "
+                f"--constants-from with a file or one of {', '.join(NAMED)}"
+            )
+        constants = calibration.constants()
+    prefill, decode = places
+    router = PoolRouter(
+        [Instance(i, url, config, None, status) for i, (url, status) in enumerate([*prefill, *decode])],
+        policy, args.policy, models, ByTokenizer(tokenizer) if tokenizer else ByBytes(), lengths_of(args.lengths),
+        time_scale=time_scale, journal=Journal(args.journal) if args.journal else None,
+        keep_prompts=args.journal_prompts, seed=args.seed, name_requests=bool(args.cluster), source=source,
+        n_prefill=len(prefill), constants=constants,
+    )  # fmt: skip
+    if calibration:
+        router.watch_drift(calibration.cost, router.decode_pool)
+    return router
+
+
+def _urls(text: str) -> list[tuple[str, None]]:
+    urls = [url.strip().rstrip("/") for url in text.split(",") if url.strip()]
+    if bad := [url for url in urls if not url.startswith(("http://", "https://"))]:
+        raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
+    return [(url, None) for url in urls]
