@@ -1,8 +1,11 @@
 """vLLM's stock scheduler, built on any machine: no model, no weights, no hub, no GPU."""
 
 from functools import cache
+from itertools import count
 
 from astrolabe_lab.errors import InputError
+
+_numbers = count()  # of engines with a connector
 
 
 def own_token(rid):
@@ -46,10 +49,11 @@ def request(row, prefix_block_tokens, hasher):
     )
 
 
-def scheduler(config):
+def scheduler(config, kv_role=None):
     """Return a stock vLLM scheduler over one full-attention KV cache group.
 
-    ``config`` has the attributes of ``EngineConfig``. Raises InputError for settings that vLLM refuses, and
+    ``config`` has the attributes of ``EngineConfig``. ``kv_role``: with vLLM's own NIXL connector in that role
+    (kv_producer or kv_consumer), for prefill/decode pools. Raises InputError for settings that vLLM refuses, and
     where vLLM is not installed.
     """
     _import_quietly()
@@ -79,6 +83,15 @@ def scheduler(config):
         raise InputError(f"vLLM refuses these engine settings: {refusal}") from refusal
     vllm_config.scheduler_config.async_scheduling = config.async_scheduling  # the CPU platform forces it off
     vllm_config.cache_config.num_gpu_blocks = config.num_gpu_blocks
+    if kv_role is not None:
+        from vllm.config import KVTransferConfig
+
+        vllm_config.kv_transfer_config = KVTransferConfig(
+            kv_connector="NixlConnector",
+            kv_role=kv_role,
+            kv_buffer_device="cpu",
+            engine_id=f"{kv_role}-{next(_numbers)}",
+        )
     spec = FullAttentionSpec(block_size=config.block_size, num_kv_heads=1, head_size=64, dtype=torch.float16)
     kv_cache = KVCacheConfig(
         num_blocks=config.num_gpu_blocks,

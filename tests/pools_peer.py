@@ -27,6 +27,7 @@ class Engine:
     def __init__(self, number, config, cost, decode):
         self.number, self.config, self.cost, self.decode = number, config, cost, decode
         self.free = config.num_gpu_blocks - 1
+        self.held = {}
         self.running, self.waiting, self.kv_holding = [], [], []
         self.step = None  # (end_s, [(job, tokens)])
         self.seen, self.news = set(), set()  # jobs whose pulls the worker has seen; that have ended
@@ -114,6 +115,33 @@ class Engine:
             self.kv_holding = skipped + self.kv_holding
         return plan, pulling, preempted
 
+    def add(self, job):
+        self.waiting.append(job)
+
+    def hear(self, rids):
+        """The scheduler hears that these pulls have ended."""
+        for rid in rids:
+            if self.decode:
+                self.news.add(rid)
+            else:
+                self.free += self.held.pop(rid)
+
+    def finish(self, plan):
+        """The step of that plan has ended; returns the jobs that have their last token."""
+        ended = []
+        for job, _ in plan:
+            if job.computed < job.prompt + job.generated:
+                continue
+            job.generated += 1
+            if job.generated == job.output:
+                ended.append(job)
+                self.running.remove(job)
+                if self.decode:
+                    self.free += job.blocks
+                else:
+                    self.held[job.rid] = job.blocks
+        return ended
+
     def seconds(self, plan):
         mixed, context, attention = False, 0, 0.0
         for job, tokens in plan:
@@ -129,14 +157,14 @@ class Engine:
 class Peer:
     """``run(rows)``: rows of (rid, arrived_s, prompt, output, prefill, decode)."""
 
-    def __init__(self, pools, configs, costs, hand_off):
-        self.prefill = [Engine(i, configs[0], costs[0], False) for i in range(pools[0])]
-        self.decode = [Engine(pools[0] + i, configs[1], costs[1], True) for i in range(pools[1])]
+    def __init__(self, pools, configs, costs, hand_off, kind=None):
+        kind = kind or Engine
+        self.prefill = [kind(i, configs[0], costs[0], False) for i in range(pools[0])]
+        self.decode = [kind(pools[0] + i, configs[1], costs[1], True) for i in range(pools[1])]
         self.hand_off = hand_off
         self.heap, self.number = [], count()
         self.pulls = {}  # rid -> [left_s, begun] of those that move
         self.moved_s = 0.0
-        self.held = {}
         self.log = {}
 
     def at(self, time_s, rank, act):
@@ -196,17 +224,14 @@ class Peer:
 
     def hear(self, engine, rids):
         """The scheduler hears that these pulls have ended."""
-        for rid in list(rids):
-            if engine.decode:
-                engine.news.add(rid)
-            else:
-                engine.free += self.held.pop(rid)
-        engine.seen -= set(rids)
+        rids = set(rids)
+        engine.hear(rids)
+        engine.seen -= rids
 
     # engines
 
     def reach(self, now, engine, job):
-        engine.waiting.append(job)
+        engine.add(job)
         if engine.step is None:
             self.at(now, START, lambda now: self.start(now, engine))
 
@@ -235,21 +260,20 @@ class Peer:
     def complete(self, now, engine):
         _, plan, launched = engine.step
         engine.step = None
-        for job, _ in plan:
-            if job.computed < job.prompt + job.generated:
-                continue
-            job.generated += 1
+        first = [job for job, _ in plan if job.generated == 0]
+        ended = engine.finish(plan)
+        for job in first:
             if job.generated == 1:
                 job.first_s = now
-            if job.generated == job.output:
-                job.end_s = now
-                engine.running.remove(job)
-                if engine.decode:
-                    engine.free += job.blocks
-                else:
-                    self.held[job.rid] = job.blocks
-                    d, decode_job = self.way[job.rid][1], self.way[job.rid][3]
-                    reaches_s = now + self.hand_off.proxy_s
-                    self.at(reaches_s, REACH, lambda now, d=d, job=decode_job: self.reach(now, d, job))
+        for job in ended:
+            job.end_s = now
+            if not engine.decode:
+                d, decode_job = self.way[job.rid][1], self.way[job.rid][3]
+                self.handed_over(job, decode_job)
+                reaches_s = now + self.hand_off.proxy_s
+                self.at(reaches_s, REACH, lambda now, d=d, job=decode_job: self.reach(now, d, job))
         self.hear(engine, engine.seen if launched is None else launched)
         self.at(now, START, lambda now: self.start(now, engine))
+
+    def handed_over(self, prefill_job, decode_job):
+        """What decode is told of the prefill's blocks."""

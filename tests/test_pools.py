@@ -237,10 +237,58 @@ def test_wrong_pools_are_named(pools):
 
 def test_settings_that_pools_do_not_model_are_refused():
     trace = requests(5, 1)
-    for engine in (EngineConfig(enable_prefix_caching=True), EngineConfig(scheduler="v0_chunked")):
-        with pytest.raises(InputError, match="without prefix caching"):
+    for flag in ({"enable_prefix_caching": True}, {"scheduler": "v0_chunked"}, {"async_scheduling": True}):
+        engine = EngineConfig(**flag)
+        with pytest.raises(InputError, match="pools run scheduler=v1 without"):
             simulate_pools(trace, "round_robin", engine=engine)
     with pytest.raises(InputError, match="predicted"):
         simulate_pools(trace.drop(columns="predicted_tokens"), "marginal_cost")
     with pytest.raises(InputError, match="service"):
         simulate_pools(trace, "round_robin", service="ideal")
+
+
+def test_a_grid_runs_pools_with_constants_that_follow_its_slope():
+    grid = {
+        "defaults": {"trace": "family:mixed", "requests": 60, "pools": "1+2", "qps": 12},
+        "grid": {"decode_slope_s": [5.5e-5, 4e-4], "policy": ["round_robin", "marginal_cost"], "seed": [0]},
+    }
+    rows = lab.sweep.run(grid, workers=1, progress=False)
+    assert rows["decode_slope_s"].tolist() == [5.5e-5, 5.5e-5, 4e-4, 4e-4]
+    assert {"goodput_share", "goodput_share_tight", "spread_requests", "spread_tokens"} <= {*rows}
+    trace = with_arrivals(lab.length.attach(families.generate("mixed", 60, text=False), "oracle"), 12, "bursts", 0)
+    engine, cost = paper_world(4e-4)
+    alone = simulate_pools(trace, "marginal_cost", pools="1+2", engine=engine, cost=cost)
+    assert rows["ttft_mean_s"].iloc[-1] == pytest.approx(alone["ttft_s"].mean(), abs=1e-12)
+    assert lab.disagg.calibrated(engine, cost).decode_slope_s == pytest.approx(4e-4)
+    assert lab.disagg.calibrated(*paper_world()).tpot_s == PAPER.tpot_s
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ({"instances": 3, "pools": "1+2"}, "instances is not modelled for pools"),
+        ({"service": "serial"}, "service goes with pools"),
+        ({"hand_off.base_s": 0.1}, "hand_off.base_s goes with pools"),
+        ({"pools": "1+2", "policy": "marginal_costs"}, "Did you mean marginal_cost"),
+        ({"pools": "1+2", "constants.tau": 1}, "unknown key 'constants.tau'"),
+        ({"pools": "1+2", "preset": "llama2-7b-a30", "decode_slope_s": 1e-4}, "leave out preset"),
+    ],
+)
+def test_grids_name_what_pools_do_not_take(setting, told):
+    base = {"trace": "family:mixed", "requests": 5, "qps": 5, "policy": "round_robin", "seed": 0}
+    with pytest.raises(InputError, match=told):
+        lab.sweep.check({"defaults": base | setting})
+
+
+def test_calibrated_constants_say_what_one_request_sees():
+    cost = StepCost.parse("decode.base_s=0.01,decode.per_seq_s=3e-4,mixed.base_s=0.02,mixed.per_token_s=5e-5")
+    hand_off = HandOff(base_s=0.02, per_block_s=1e-4, proxy_s=0.003)
+    constants = lab.disagg.calibrated(EngineConfig(max_num_batched_tokens=2048), cost, hand_off)
+    trace = requests(1, 1.0)
+    found = simulate_pools(
+        trace, "round_robin", engine=EngineConfig(max_num_batched_tokens=2048), cost=cost, hand_off=hand_off
+    )
+    n = int(trace["prompt_tokens"][0])
+    expected = constants.tau_pre_s(n) + constants.transfer_s(n) + constants.tau_dec_s()
+    assert found["ttft_s"][0] == pytest.approx(expected, abs=1e-9)
+    assert constants.decode_slope_s == pytest.approx(3e-4)

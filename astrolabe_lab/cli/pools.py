@@ -27,7 +27,8 @@ def add_pools(parser: argparse.ArgumentParser) -> None:
     pools(
         "--constants",
         metavar="FILE|NAME",
-        help="what the router believes: a calibration, paper (the default) or paper-simulator (miscalibrated)",
+        help="what the router believes: calibrated (the default: what is true of these pools), a calibration's file, "
+        "paper or paper-simulator (miscalibrated)",
     )
     pools(
         "--hand-off",
@@ -48,7 +49,6 @@ def simulate(args: argparse.Namespace, requests, engine, cost, preset, progress)
     """(result frame, settings, lines for people) of the pools that the options describe. Raises InputError."""
     from astrolabe_lab.cost import RangeWarning
     from astrolabe_lab.disagg import routers, settings
-    from astrolabe_lab.disagg.constants import Constants
     from astrolabe_lab.disagg.simulate import parse_pools, simulate_pools
     from astrolabe_lab.measure import attainment
 
@@ -57,8 +57,8 @@ def simulate(args: argparse.Namespace, requests, engine, cost, preset, progress)
             raise InputError(f"--{name.replace('_', '-')} is not modelled for --pools; leave it out")
     pools = parse_pools(args.pools)
     policy = routers.parse(args.policy)
-    constants = Constants.read(args.constants or "paper")
     hand_off = settings.hand_off(args.hand_off or "")
+    constants = settings.constants(args.constants or "calibrated", engine, cost, hand_off)
     own = {"service": args.service or "exact", "signals": args.signals or "own"}
     own["poll_s"] = 0.05 if args.poll_s is None else args.poll_s
     began = time.perf_counter()

@@ -12,6 +12,7 @@ _MODULES = "constants marginal_cost policies routers services settings view".spl
 _HOME = {
     "Constants": "constants",
     "HandOff": "state",
+    "calibrated": "simulate",
     "MarginalCost": "marginal_cost",
     "parse_pools": "simulate",
     "paper_world": "simulate",

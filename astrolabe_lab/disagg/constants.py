@@ -99,6 +99,38 @@ class Constants:
             }
         )
 
+    @classmethod
+    def of_world(cls, engine, cost, hand_off, targets: tuple[float, float] | None = None) -> Constants:
+        """The constants that a perfect calibration of simulated pools would find, without measuring.
+
+        ``engine``, ``cost``: (prefill, decode) EngineConfigs and StepCosts; ``hand_off``: a HandOff. A line through
+        lone prefills of 1 to 2,048 tokens, decode steps of one stream and of eight at 400 tokens of context each.
+        ``targets``: (TTFT, TPOT) of tight requests in s; default: as far above the constants as the second paper's.
+        """
+        import numpy as np
+
+        n = np.array([1.0, 256.0, 512.0, 1024.0, 2048.0])
+        n = n[n <= max(256, engine[0].max_num_batched_tokens)]
+        per_token_s, base_s = np.polyfit(n, [cost[0].step_seconds(k, 1, 0, k * k / 2, mixed=True) for k in n], 1)
+        one_s, eight_s = (cost[1].step_seconds(c, c, 400.0 * c) for c in (1, 8))
+        extra_s = hand_off.base_s + hand_off.proxy_s
+        ttft_s = 0.175 / 0.0667 * (base_s + extra_s + one_s)
+        return cls(
+            prefill_base_s=max(float(base_s), 0.0),
+            prefill_per_token_s=max(float(per_token_s), 0.0),
+            decode_step_s=float(one_s),
+            decode_slope_s=max(float(eight_s - one_s) / 7, 0.0),
+            transfer_base_s=extra_s,
+            transfer_per_block_s=hand_off.per_block_s,
+            kv_capacity_tokens=engine[1].usable_blocks * engine[1].block_size,
+            ttft_s=float(targets[0] if targets else ttft_s),
+            tpot_s=float(targets[1] if targets else 3.0 * one_s),
+            block_size=engine[1].block_size,
+            max_num_seqs=engine[1].max_num_seqs,
+            max_num_batched_tokens=engine[0].max_num_batched_tokens,
+            source="worked out from the simulated pools' step costs",
+        )
+
     def with_(self, **changes) -> Constants:
         """These constants with some changed. Raises InputError for a name that is none of them."""
         _known(changes)

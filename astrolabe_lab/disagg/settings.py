@@ -25,13 +25,18 @@ def hand_off(given: str | Mapping[str, object], base: HandOff | None = None) -> 
     return replace(base or HandOff(), **values)
 
 
-def constants(given: object, changes: Mapping[str, object] | None = None) -> Constants:
-    """The constants that a setting names (a name, a file, a dict, or Constants), with some changed."""
+def constants(given: object, engine, cost, hand_off: HandOff) -> Constants:
+    """The constants that a setting names: ``calibrated`` (to the pools of the other arguments), another name, a file, a
+    mapping, or Constants. Raises InputError."""
+    if isinstance(given, Constants):
+        return given
     if isinstance(given, Mapping):
-        given = Constants.from_dict(dict(given))
-    if not isinstance(given, Constants):
-        given = Constants.read(str(given))
-    return given.with_(**changes) if changes else given
+        return Constants.from_dict(dict(given))
+    if given == "calibrated":
+        from astrolabe_lab.disagg.simulate import calibrated
+
+        return calibrated(engine, cost, hand_off)
+    return Constants.read(str(given))
 
 
 def slo_of(constants: Constants):

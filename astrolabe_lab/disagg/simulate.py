@@ -48,7 +48,7 @@ def simulate_pools(
     engine: EngineConfig | tuple[EngineConfig, EngineConfig] | None = None,
     cost: StepCost | tuple[StepCost, StepCost] | None = None,
     hand_off: HandOff | None = None,
-    constants: Constants = PAPER,
+    constants: Constants | None = None,
     service: str = "exact",
     poll_s: float = 0.05,
     signals: str = "own",
@@ -62,7 +62,7 @@ def simulate_pools(
     ``predicted_tokens``. ``policy``: an object with ``choose(request, cluster, rng)`` that returns a pair, or text for
     ``routers.parse``; a run works on a copy. ``pools``: "P+D". ``engine`` and ``cost``: one for both pools, or a pair
     (prefill, decode); the defaults are the second paper's, ``cost`` from ``PAPER``'s step cost. ``hand_off``: how KV
-    caches move. ``constants``: what the router believes; calibrated where they say what ``cost`` and ``hand_off`` do.
+    caches move. ``constants``: what the router believes; default: ``calibrated``, what is true of these pools.
     ``service``: exact (vLLM's schedule), or the paper's simplifications batching and serial. ``poll_s``: how often the
     router polls the engines' occupancy (0: at each decision). ``signals="leaked"``: the router is told the true lengths
     of what is in flight, as no proxy could be. ``policy_seed``: of the router's draws, where not ``seed``.
@@ -86,13 +86,15 @@ def simulate_pools(
     shape = parse_pools(pools)
     hand_off = HandOff() if hand_off is None else hand_off
     check_kind("hand_off", hand_off, HandOff, "HandOff(base_s=0.04)")
-    check_kind("constants", constants, Constants, 'Constants.read("paper")')
     if isinstance(poll_s, bool) or not isinstance(poll_s, (int, float)) or not 0 <= poll_s < np.inf:
         raise InputError(f"poll_s={poll_s!r} must be a finite number >= 0, in s")
     if signals not in SIGNALS:
         raise InputError(f"signals={signals!r} is not one of {', '.join(SIGNALS)}")
     configs, costs = _pair("engine", engine, EngineConfig), _pair("cost", cost, StepCost)
     warn_outside(zip(configs, costs, strict=True))
+    if constants is None:
+        constants = calibrated(configs, costs, hand_off)
+    check_kind("constants", constants, Constants, 'Constants.read("paper")')
     configs, hand_off = service_of(service, configs, hand_off)
     state = new_pools(trace, *(([c] * n, [k] * n) for c, k, n in zip(configs, costs, shape, strict=True)), hand_off)
     run = _Run(trace, policy, name, state, constants, float(poll_s), signals == "leaked")
@@ -168,11 +170,27 @@ class _Run:
         }
 
 
-def paper_world() -> tuple[EngineConfig, StepCost]:
-    """An engine of the second paper's testbed: Qwen2.5-3B on an A40, 60,000 KV tokens, ``PAPER``'s step cost."""
+def calibrated(engine, cost, hand_off: HandOff | None = None) -> Constants:
+    """The constants of a router that knows these pools; ``engine`` and ``cost`` as ``simulate_pools`` takes them.
+
+    In the second paper's pools, whatever their decode slope, the targets are the paper's.
+    """
+    configs, costs = _pair("engine", engine, EngineConfig), _pair("cost", cost, StepCost)
+    own = abs(costs[1].step_seconds(1, 1, 0) - PAPER.decode_step_s) < 1e-9
+    hand_off = HandOff() if hand_off is None else hand_off
+    return Constants.of_world(configs, costs, hand_off, (PAPER.ttft_s, PAPER.tpot_s) if own else None)
+
+
+def paper_world(decode_slope_s: float | None = None) -> tuple[EngineConfig, StepCost]:
+    """An engine of the second paper's testbed: Qwen2.5-3B on an A40, 60,000 KV tokens, ``PAPER``'s step cost.
+
+    ``decode_slope_s``: seconds that each further stream adds to a decode step, where not the paper's 0.055 ms; a
+    stream alone takes as long as ever.
+    """
     blocks = PAPER.kv_capacity_tokens // PAPER.block_size + 1  # vLLM keeps one
     limits = {name: getattr(PAPER, name) for name in ("max_num_seqs", "max_num_batched_tokens", "block_size")}
-    return EngineConfig(**limits, num_gpu_blocks=blocks, max_model_len=32_768), PAPER.step_cost()
+    constants = PAPER if decode_slope_s is None else PAPER.with_(decode_slope_s=decode_slope_s)
+    return EngineConfig(**limits, num_gpu_blocks=blocks, max_model_len=32_768), constants.step_cost()
 
 
 def _pair(what: str, value, kind) -> tuple:
@@ -185,9 +203,9 @@ def _pair(what: str, value, kind) -> tuple:
     for one in values:
         example = "EngineConfig(...)" if kind is EngineConfig else "StepCost.parse(...)"
         check_kind(what, one, kind, f"{example}, one for both pools, or a pair")
-        if kind is EngineConfig and (one.scheduler != "v1" or one.enable_prefix_caching):
+        if kind is EngineConfig and (one.scheduler != "v1" or one.enable_prefix_caching or one.async_scheduling):
             raise InputError(
-                "engine: pools run vLLM V1's scheduler without prefix caching; leave both at their default"
+                "engine: pools run scheduler=v1 without enable_prefix_caching and async_scheduling; leave them out"
             )
     return values
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from astrolabe_lab import generators
 from astrolabe_lab.errors import InputError
 
-from . import identity
+from . import identity, pools
 from .settings import members, options_of, policy_of, slo_of
 from .sources import GENERATORS, SAMPLES, Requests, Sources, prepared
 
@@ -78,7 +78,8 @@ class Run:
         named = {name: value for name, value in self.cell.settings.items() if name not in ("trace", "label")}
         trace = self.cell.settings.get("trace")
         trace = str(trace) if isinstance(trace, str) or hasattr(trace, "__fspath__") else "a frame"
-        policy = policies.parse(self.policy) if isinstance(self.policy, str) else self.policy
+        parse = pools.parse if "pools" in self.options else policies.parse
+        policy = parse(self.policy) if isinstance(self.policy, str) else self.policy
         parts = {
             "settings": identity.of_value([named, trace]),
             "trace": identity.of_value(asdict(self.requests)),
@@ -157,12 +158,21 @@ def measure(run: Run, trace: pd.DataFrame) -> tuple[dict[str, object], pd.DataFr
     from astrolabe_lab.measure import summarise
     from astrolabe_lab.sim.cluster import simulate
 
-    policy = policies.parse(run.policy) if isinstance(run.policy, str) else copy.deepcopy(run.policy)
+    parse, slo = policies.parse, run.slo
+    if in_pools := "pools" in run.options:
+        from astrolabe_lab.disagg.settings import slo_of
+        from astrolabe_lab.disagg.simulate import simulate_pools as simulate
+
+        parse, slo = pools.parse, slo or slo_of(run.options["constants"])
+    policy = parse(run.policy) if isinstance(run.policy, str) else copy.deepcopy(run.policy)
     began = time.perf_counter()
     results = simulate(trace, policy, seed=run.seed, **run.options)
     wall_s = time.perf_counter() - began
     row = {"qps": _own_rate(trace["arrived_s"]) if run.qps is None else run.qps}
-    return row | summarise(results, by=[], slo=run.slo).to_dict("records")[0] | {"wall_s": wall_s}, results
+    row |= summarise(results, by=[], slo=slo).to_dict("records")[0]
+    if in_pools:
+        row |= pools.spread(results, run.options["pools"][1])
+    return row | {"wall_s": wall_s}, results
 
 
 def run_cell(run: Run, frames: Mapping[str, pd.DataFrame], keep_requests: bool = False) -> tuple[dict, object]:

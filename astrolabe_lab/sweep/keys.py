@@ -28,6 +28,12 @@ PLAIN = {
     "policy": "NAME:key=value,... as `astrolabe policies` lists them",
     "label": "what the column policy says (default: the policy as given)",
     "instances": "number of engines (12)",
+    "pools": "instead: prefill and decode engines, as in 2+4; the second paper's, unless preset or cost say else",
+    "decode_slope_s": "pools: seconds that each further stream adds to a decode step (5.5e-5)",
+    "service": "pools: exact (the default), batching or serial",
+    "signals": "pools: own (the default), or leaked: the router is told true lengths",
+    "poll_s": "pools: how often the router polls the engines' occupancy (0.05)",
+    "constants": "pools: what the router believes: calibrated (the default), paper, paper-simulator, or a file",
     "preset": "step cost and engine of a measured device (llama2-7b-a30), one for all or a list; none: cost keys alone",
     "delays": "none (the default) or paper: the Astrolabe paper's measured delays",
     "status_interval_s": "refresh of status (0: at each decision)",
@@ -47,10 +53,13 @@ GROUPS = {
     "filter": "which rows of a trace file: min_prompt_tokens, max_total_tokens, model, ... (`trace.load`)",
     "latency_noise": "relative error of predicted latencies: common or candidate",
     "policy": "an option of the policy, such as k",
+    "hand_off": "pools: how KV caches move: base_s, per_block_s, polls, lease_s, ...",
+    "constants": "pools: one of the constants, on top of those named",
 }
+BOTH = ("policy", "constants")  # groups whose text is a name
 WHOLE_STEP = ("pad_sizes", "frontend_s")  # of a step cost: the same in both regimes
 CONTROL = ("status_interval_s", "tag_s", "predict_s", "dispatch_s", "routers")
-OBJECTS = ("engine", "cost", "predictor_cost", "control", "latency_noise")  # what Python may give whole
+OBJECTS = ("engine", "cost", "predictor_cost", "control", "latency_noise", "hand_off")  # what Python may give whole
 NOT_KEYS = ("compiled", "leaps", "progress")  # of `simulate`: they change no result
 
 
@@ -68,6 +77,9 @@ def others() -> tuple[str, ...]:
 def members(group: str) -> tuple[str, ...]:
     """The keys of a group."""
     from astrolabe_lab import cost, policies, trace
+    from astrolabe_lab.disagg import routers
+    from astrolabe_lab.disagg.constants import Constants
+    from astrolabe_lab.disagg.state import HandOff
     from astrolabe_lab.sim.config import EngineConfig
     from astrolabe_lab.sim.world import LatencyNoise
 
@@ -76,8 +88,13 @@ def members(group: str) -> tuple[str, ...]:
     if group == "latency_noise":
         return tuple(field.name for field in fields(LatencyNoise))
     if group == "policy":
-        options = (field.name for kind in policies.NAMES.values() for field in fields(kind) if field.repr)
+        kinds = (*policies.NAMES.values(), *routers.NAMES.values())
+        options = (field.name for kind in kinds for field in fields(kind) if field.repr)
         return tuple(dict.fromkeys(options))
+    if group == "hand_off":
+        return tuple(field.name for field in fields(HandOff))
+    if group == "constants":
+        return tuple(field.name for field in fields(Constants))
     if group == "filter":
         return (*trace.FILTERS, *trace.CHOICES)
     return (*cost.KEYS, *WHOLE_STEP, *(f"{regime}.{key}" for regime in cost.REGIMES for key in cost.KEYS))
@@ -101,7 +118,7 @@ def _spread(key: object, value: object, where: str):
     if key in GROUPS and isinstance(value, Mapping):
         for inner, item in value.items():
             yield from _spread(f"{key}.{inner}", item, where)
-    elif key in GROUPS and key != "policy" and isinstance(value, str):
+    elif key in GROUPS and key not in BOTH and isinstance(value, str):
         for part in filter(None, (part.strip() for part in value.split(","))):
             inner, equals, item = (piece.strip() for piece in part.partition("="))
             if not equals or not item:

@@ -44,7 +44,9 @@ def grid_of(
         [{"qps": rate} for rate in qps],
         [{"seed": seed} for seed in seeds],
     ]
-    given = {"trace": trace, "sample": sample, "lengths": lengths, "preset": PRESET}
+    given = {"trace": trace, "sample": sample, "lengths": lengths}
+    if "pools" not in simulate_options:
+        given["preset"] = PRESET
     apart = {name: simulate_options.pop(name) for name in ("compiled", "leaps") if name in simulate_options}
     optional = {"requests": requests, "arrivals": arrivals, "alpha": alpha}
     optional |= keys.flat(simulate_options, "sweep") | apart

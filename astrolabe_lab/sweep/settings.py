@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
 
-from . import keys
+from . import keys, pools
 
 if TYPE_CHECKING:
     from astrolabe_lab.measure import SLO
@@ -30,7 +30,8 @@ def policy_of(given: Mapping[str, object]) -> object:
             raise InputError(f"policy.KEY goes with a policy given as text, not with {policies.spec(policy)}")
         return policy
     text = policy + (("," if ":" in policy else ":") + ",".join(extra) if extra else "")
-    policies.parse(text)  # a misspelt one is told before anything runs
+    parse = pools.parse if "pools" in given else policies.parse
+    parse(text)  # a misspelt one is told before anything runs
     return text
 
 
@@ -48,6 +49,9 @@ def options_of(given: Mapping[str, object], folder: Path | None) -> dict[str, ob
     """The keyword arguments of `simulate`."""
     from astrolabe_lab.sim.cluster import ControlPlane, LatencyNoise
 
+    if "pools" in given:
+        return pools.options_of(given, lambda base: _engine_and_cost(base | dict(given), base["preset"], folder))
+    pools.refuse(given)
     name = given.get("preset", PRESET)
     engine, cost = _engine_and_cost(given, name, folder)
     options: dict[str, object] = {"instances": given.get("instances", 12), "engine": engine, "cost": cost}
