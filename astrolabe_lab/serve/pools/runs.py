@@ -1,0 +1,143 @@
+"""Runs on live pools that can be compared: isolated, interleaved at random, beside A/A, and resumable.
+
+Every cell (a policy on a trace) starts with its gates: engines idle, prefix caches emptied and a probe that proves it.
+A block of cells is one trace under every policy, and under the first of them once more (the A/A cell); blocks and the
+cells in them come in random order, so that what drifts meanwhile favours nobody. A cell that has ended is not run
+again; one that was broken off goes on with the requests it still lacks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.rng import stream
+
+AGAIN = "again"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``policy`` on the trace called ``trace``; ``label``: its name in frames, the policy's own or that of the A/A."""
+
+    policy: str
+    trace: str
+    seed: int
+    label: str
+
+    @property
+    def name(self) -> str:
+        """A file name."""
+        clean = "".join(c if c.isalnum() or c in "._-" else "-" for c in self.label)
+        return f"{self.trace}--{clean}"
+
+
+def plan(policies: list[str], traces: list[str], seed: int = 0) -> list[Cell]:
+    """All cells in the order they are run: every trace under every policy, and under the first of them twice."""
+    if not policies or not traces or len(set(policies)) < len(policies) or len(set(traces)) < len(traces):
+        raise InputError("policies and traces must be lists of distinct names, with one each at least")
+    rng = stream(seed, "order of cells")
+    blocks = []
+    for trace in traces:
+        block = [Cell(policy, trace, seed, policy) for policy in policies]
+        block.append(Cell(policies[0], trace, seed + 1, f"{policies[0]} ({AGAIN})"))
+        blocks.append([block[j] for j in rng.permutation(len(block))])
+    return [cell for j in rng.permutation(len(blocks)) for cell in blocks[j]]
+
+
+def run_cells(
+    cluster: str | Path,
+    cells: list[Cell],
+    traces: dict,
+    out: str | Path,
+    constants: list[str],
+    load: Callable | None = None,
+    say: Callable[[str], None] | None = None,
+):
+    """One frame of all cells' requests, with ``cell`` and ``policy``; files in ``out``: a frame and a journal a cell.
+
+    ``cluster``: the folder of running pools; ``traces``: frames by name; ``constants``: the options that tell
+    ``astrolabe route`` what to price with, like ``["--calibration", "C.json"]``. Raises InputError for a trace that is
+    missing, or ``out`` holding other cells; GateError where engines cannot be isolated.
+    """
+    import pandas as pd
+
+    from astrolabe_lab import bench
+    from astrolabe_lab.result import save
+    from astrolabe_lab.serve.cluster_file import read_cluster
+
+    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
+    if missing := sorted({cell.trace for cell in cells} - set(traces)):
+        raise InputError(f"no trace is called {', '.join(missing)}; there are {', '.join(traces)}")
+    pools, out = read_cluster(cluster), Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    port = _claim(out, cells)
+    engines = [engine["url"] for engine in pools.engines]
+    frames = []
+    for number, cell in enumerate(cells, 1):
+        path = out / f"{cell.name}.parquet"
+        if path.exists():
+            frames.append(pd.read_parquet(path))
+            say(f"cell {number} of {len(cells)}, {cell.name}: kept")
+            continue
+        verdicts = asyncio.run(bench.check(engines, pools.model, bench.ISOLATION, pools.time_scale))
+        bench.require(verdicts)
+        options = load(cell) if load else bench.Load(pools.model, time_scale=pools.time_scale, seed=cell.seed)
+        with _routed(cluster, cell, port, out / f"{cell.name}.jsonl", constants) as url:
+            frame = bench.run(url, traces[cell.trace], options, keep=out / f"{cell.name}.rows.jsonl")
+        frame = frame.assign(cell=cell.name, policy=cell.label)
+        save(frame, path, gates=[asdict(one) for one in verdicts], validity=frame.attrs["validity"])
+        (out / f"{cell.name}.rows.jsonl").unlink(missing_ok=True)
+        say(f"cell {number} of {len(cells)}, {cell.name}: {frame['status'].value_counts().to_dict()}")
+        frames.append(frame)
+    return pd.concat(frames, ignore_index=True)
+
+
+def _claim(out: Path, cells: list[Cell]) -> int:
+    """The port that the cells' routers listen on, the same after a break; ``out`` belongs to these cells."""
+    from astrolabe_lab.record import write_whole
+    from astrolabe_lab.serve.engine_process import free_port
+
+    path, told = out / "cells.json", [asdict(cell) for cell in cells]
+    if path.exists():
+        known = json.loads(path.read_text())
+        if known["cells"] != told:
+            raise InputError(f"folder {str(out)!r} holds other cells: name another one, or remove it")
+        return known["port"]
+    port = free_port()
+    write_whole(path, json.dumps({"port": port, "cells": told}, indent=1))
+    return port
+
+
+class _routed:
+    """The URL of a router process over the cluster, for as long as the context lasts."""
+
+    def __init__(self, cluster, cell: Cell, port: int, journal: Path, constants: list[str]):
+        self._command = [
+            sys.executable, "-m", "astrolabe_lab.cli", "route", "--cluster", str(cluster), "--policy", cell.policy,
+            "--seed", str(cell.seed), "--port", str(port), "--journal", str(journal), *constants,
+        ]  # fmt: skip
+
+    def __enter__(self) -> str:
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, env=environment)
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            raise InputError(f"the router ended with code {self._process.returncode}: see above")
+        return json.loads(line)["url"]
+
+    def __exit__(self, *_) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(40)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
