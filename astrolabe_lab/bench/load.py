@@ -16,9 +16,11 @@ class Load:
     """How a trace is sent.
 
     ``exact``: every answer has exactly its true length (``ignore_eos``, min_tokens = max_tokens); False: the engine
-    ends it, an emulated one by the trace's lengths. ``concurrency``: 0 for an open loop, else that many at a time,
-    reached over ``ramp_s``. ``tell_lengths``: send the trace's ``predicted_tokens`` along (``x-predicted-tokens``).
-    ``time_scale``: wall s per modelled s. ``timeout_s``: modelled, for one request. ``api_key``: of the server.
+    ends it, an emulated one by the trace's lengths. ``text``: also an exact load sends the trace's prompts as text,
+    which a router can tag; as token ids they have the trace's length to the token. ``concurrency``: 0 for an open
+    loop, else that many at a time, reached over ``ramp_s``. ``tell_lengths``: send the trace's ``predicted_tokens``
+    along (``x-predicted-tokens``). ``time_scale``: wall s per modelled s. ``timeout_s``: modelled, for one request.
+    ``api_key``: of the server.
     """
 
     model: str
@@ -30,6 +32,7 @@ class Load:
     seed: int = 0
     ttft_slo_s: float = 10.0
     ramp_s: float = 0.0
+    text: bool = False
     api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self):
@@ -86,7 +89,7 @@ def request_of(load: Load, row, longest: int) -> tuple[dict, dict]:
     """(body, headers) of a trace row for a model of at most ``longest`` tokens."""
     n, length = int(row.prompt_tokens), int(row.output_tokens)
     prompt = getattr(row, "prompt", None)
-    if not isinstance(prompt, str) or load.exact:
+    if not isinstance(prompt, str) or (load.exact and not load.text):
         prompt = token_ids(n, load.seed, f"prompt {row.rid}")
     body = {
         "model": load.model, "prompt": prompt, "stream": True, "temperature": 0.0,

@@ -14,6 +14,7 @@ from astrolabe_lab.serve.placement import cpu_places, device_of, gpu_places
 from astrolabe_lab.sim.config import EngineConfig
 
 RANDOM = "random-llama"  # a model of our own with random weights, small enough for any CPU
+ANSWER_TOKENS = 64  # of the random model's answers
 CPU_BLOCK = 32  # tokens; vLLM 0.32
 LENIENT = EngineConfig(max_num_seqs=1, max_num_batched_tokens=2**30, num_gpu_blocks=2**30)
 
@@ -90,7 +91,7 @@ def told(engine: str | EngineConfig) -> dict:
 def resolve(model: str | Path | None, root: Path, max_model_len: int, name: str | None = None) -> Model:
     """The model that ``model`` means; the small random one is written to ``root``. Raises InputError."""
     if model is None or str(model) == RANDOM:
-        folder = model_files.write(root / "model", max_model_len, weights=True)
+        folder = model_files.write(root / "model", max_model_len, weights=True, answer_tokens=ANSWER_TOKENS)
         return Model(str(folder), name or RANDOM, needs.weights_bytes(folder))
     folder = Path(model).expanduser()
     if folder.is_dir():

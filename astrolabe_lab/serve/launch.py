@@ -56,9 +56,9 @@ def launch(
     ``engine`` and ``cost`` (``key=value,...``, or the object) change those of ``preset`` (llama2-7b-a30) where engines
     are emulated; ``time_scale``: wall seconds per modelled second. Real ones (``world="hardware"``) take ``engine`` on
     top of vLLM's own defaults, ``cost`` for Predictors, and ``model, device, tensor_parallel, gpus, cores, flags`` as
-    ``hardware.Hardware`` says. ``folder``: for logs and status files (default: a new temporary one). ``restart``: start
-    an engine again that ends. ``progress`` gets one line at a time (default: standard error). ``prepare`` gets the
-    cluster before its engines start, to change their commands.
+    ``hardware.Hardware`` says. ``folder``: for logs and status files (default: a temporary one, which stays when
+    something went wrong). ``restart``: start an engine again that ends. ``progress`` gets one line at a time (default:
+    standard error). ``prepare`` gets the cluster before its engines start, to change their commands.
 
     Raises InputError for what cannot start here (no vLLM, too little memory, no such GPU), and EngineError with the
     tail of the log for an engine that ended, or does not serve after ``timeout_s``.
@@ -84,6 +84,7 @@ def launch(
     root = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="astrolabe-cluster-"))
     root.mkdir(parents=True, exist_ok=True)
     cluster = make(root)
+    cluster.temporary = folder is None
     if prepare is not None:
         prepare(cluster)
     try:

@@ -16,6 +16,8 @@ from astrolabe_lab.errors import InputError
 
 VOCABULARY = 4096  # at most
 SPECIAL = ("<s>", "</s>", "<pad>", "<user>", "<assistant>")
+STATES, STATE_TOKENS = 100, 64  # prompts, and tokens of each, that a random model's habit of ending is set on
+SPREAD = 1.0  # standard deviation of the log of an answer's length over prompts
 CHAT_TEMPLATE = (
     "{{ '<s>' }}{% for message in messages %}"
     "{{ '<assistant>' if message['role'] == 'assistant' else '<user>' }}{{ message['content'] }}"
@@ -32,17 +34,20 @@ def write(
     layers: int = 4,
     heads: int = 4,
     seed: int = 0,
+    answer_tokens: int | None = None,
 ) -> Path:
     """Write a model to ``folder`` (made whole or not at all; a finished one is kept) and return it.
 
     The tokenizer is a byte-level BPE trained on the generator's own English (any Unicode survives it). With
     ``weights``, a Llama of this size with random float32 weights from ``seed``; needs torch and transformers.
-    Raises InputError where the folder holds something else, or a package is missing.
+    ``answer_tokens``: its answers (sampled at temperature 1) end after about so many tokens, sooner for some prompts
+    than for others; None: it hardly ever ends one. Raises InputError where the folder holds something else, or a
+    package is missing.
     """
     folder = Path(folder)
     wanted = {
         "max_model_len": max_model_len, "weights": weights, "hidden": hidden, "layers": layers, "heads": heads,
-        "seed": seed, "vocabulary": VOCABULARY,
+        "seed": seed, "vocabulary": VOCABULARY, **({"answer_tokens": answer_tokens} if answer_tokens else {}),
     }  # fmt: skip
     stamp = folder / "astrolabe_model.json"
     if folder.exists():
@@ -55,7 +60,7 @@ def write(
         tokens = _write_tokenizer(unfinished, max_model_len)
         _write_config(unfinished, tokens, max_model_len, hidden, layers, heads)
         if weights:
-            _write_weights(unfinished, seed)
+            _write_weights(unfinished, seed, answer_tokens)
         (unfinished / stamp.name).write_text(json.dumps(wanted))
         unfinished.chmod(0o755)
         os.replace(unfinished, folder)
@@ -117,7 +122,7 @@ def _write_config(folder: Path, tokens: int, max_model_len: int, hidden: int, la
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 
 
-def _write_weights(folder: Path, seed: int) -> None:
+def _write_weights(folder: Path, seed: int, answer_tokens: int | None) -> None:
     try:
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -125,4 +130,39 @@ def _write_weights(folder: Path, seed: int) -> None:
         raise InputError(f"a model with weights needs torch and transformers ({missing}): make vllm") from None
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).save_pretrained(folder)
+        model = LlamaForCausalLM(LlamaConfig.from_pretrained(folder)).eval()
+        if answer_tokens:
+            _let_it_end(model, folder, seed, answer_tokens)
+        model.save_pretrained(folder)
+
+
+def _let_it_end(model, folder: Path, seed: int, answer_tokens: int) -> None:
+    """Set the one row of the head that scores end-of-sequence.
+
+    The other tokens score about alike, so its chance is its logit's exponential among as many as there are words. It
+    is the ridge solution that puts this logit, at the states in which prompts and some words of an answer leave the
+    model, to what ``answer_tokens`` asks for, more or less by the direction in which those states differ most.
+    """
+    import numpy as np
+    import torch
+    from tokenizers import Tokenizer
+
+    from astrolabe_lab.generators import sharegpt_like
+    from astrolabe_lab.rng import stream
+
+    tokenizer, draws = Tokenizer.from_file(str(folder / "tokenizer.json")), stream(seed, "random llama")
+    words = tokenizer.get_vocab_size()
+    states = []
+    with torch.no_grad():
+        for prompt in sharegpt_like.generate(STATES, seed=seed + 1, text=True)["prompt"]:
+            answer = draws.integers(len(SPECIAL), words, draws.integers(0, answer_tokens))
+            ids = [*tokenizer.encode(prompt).ids[:STATE_TOKENS], *answer.tolist()]
+            states.append(model.model(torch.tensor([ids])).last_hidden_state[0, -1].numpy())
+    states = np.array(states)
+    apart = states - states.mean(axis=0)
+    spread = apart @ np.linalg.svd(apart, full_matrices=False)[2][0]
+    wanted = np.log(words / answer_tokens) + SPREAD * spread / spread.std()
+    design = np.vstack([states, np.eye(states.shape[1])])
+    row = np.linalg.lstsq(design, np.concatenate([wanted, np.zeros(states.shape[1])]), rcond=None)[0]
+    with torch.no_grad():
+        model.lm_head.weight[SPECIAL.index("</s>")] = torch.tensor(row, dtype=torch.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ class Cluster:
     time_scale: float
     model: str
     tokenizer: str
+    temporary: bool = False  # the folder goes when all went well
     supervisor: Supervisor | None = field(default=None, repr=False)
 
     @property
@@ -104,16 +106,19 @@ class Cluster:
         self.supervisor.start()
 
     def close(self) -> None:
-        """End all engines and wait for them. Logs stay in ``folder``."""
+        """End all engines and wait for them. Logs stay in ``folder``, unless it is temporary and no engine was lost."""
         if self.supervisor is not None:
             self.supervisor.stop()
         for engine in self.engines:
             engine.close()
         for engine in self.engines:
             engine.wait()
+        if self.temporary and not self.lost and self.supervisor is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def __enter__(self) -> Cluster:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, *_) -> None:
+        self.temporary = self.temporary and kind is None  # after a failure the logs may say why
         self.close()

@@ -1,0 +1,84 @@
+"""The step cost of running engines, from what their schedulers logged while they were loaded on purpose.
+
+measured = await engine_cost.measure(cluster)
+cluster.set_cost(measured.cost)          # routers that start now predict with it
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from astrolabe_lab import bench
+from astrolabe_lab.cost import StepCost
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.fit.iterations import StepFit, fit
+from astrolabe_lab.rng import stream
+from astrolabe_lab.serve.running import Cluster
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LONGEST_PROMPT = 1024
+LONGEST_ANSWER = 96
+
+
+@dataclass(frozen=True)
+class Measured:
+    """``cost``: the fitted step cost with ``frontend_s``, what a request spends outside of its steps; ``fit``: its
+    residuals and ranges; ``alone``: the requests that were sent one at a time, as a result frame."""
+
+    cost: StepCost
+    fit: StepFit
+    alone: pd.DataFrame
+
+
+async def measure(cluster: Cluster, alone: int = 12, together: int = 60, seed: int = 0) -> Measured:
+    """Load every engine of an idle cluster, all at the same time, and fit their steps.
+
+    Each engine first serves ``alone`` requests one after another, which also tells what a request costs outside of its
+    steps (server, tokenizer, network: their whole time less that of their steps), then ``together`` requests of all
+    sizes that keep arriving faster than it serves, so that batches of all sizes occur. Prompts share no prefix. Raises
+    InputError as ``fit.fit`` does, and where a request fails.
+    """
+    since = cluster.marks()
+    singles = await _send(cluster, _requests(cluster, alone, seed, 1_000_000), concurrency=1)
+    steps_alone = cluster.steps(since)
+    outside_s = (singles["e2e_from_send_s"].sum() - steps_alone["seconds"].sum()) / len(singles)
+    seats = cluster.config.max_num_seqs
+    await _send(cluster, _requests(cluster, together, seed, 2_000_000), concurrency=seats, ramp_s=2.0)
+    fitted = fit(cluster.steps(since), seed=seed, quiet=True)
+    return Measured(replace(fitted.cost, frontend_s=max(0.0, float(outside_s))), fitted, singles)
+
+
+async def _send(cluster: Cluster, trace: pd.DataFrame, **how) -> pd.DataFrame:
+    """The trace to each engine, side by side."""
+    import pandas as pd
+
+    loads = [bench.Load(cluster.model, time_scale=cluster.time_scale, seed=i, **how) for i in range(len(cluster.urls))]
+    frames = await asyncio.gather(
+        *(bench.drive(url, trace, load) for url, load in zip(cluster.urls, loads, strict=True))
+    )
+    sent = pd.concat([frame.assign(instance=i) for i, frame in enumerate(frames)], ignore_index=True)
+    if (failed := sent[sent["status"] != "ok"]).shape[0]:
+        raise InputError(f"{len(failed)} of {len(sent)} requests failed, the first: {failed['reason'].iloc[0]}")
+    return sent
+
+
+def _requests(cluster: Cluster, n: int, seed: int, first_rid: int) -> pd.DataFrame:
+    """Prompts and answers of all lengths that the engines take, spread evenly on a logarithmic scale.
+
+    Prompts are made from ``rid``: other ids share no prefix."""
+    import numpy as np
+    import pandas as pd
+
+    rng = stream(seed, f"step cost {first_rid}")
+    longest = min(LONGEST_PROMPT, cluster.config.max_model_len // 2)
+    answers = min(LONGEST_ANSWER, cluster.config.max_model_len - longest)
+    prompt = np.geomspace(8, longest, n).astype(int)
+    output = np.geomspace(4, answers, n).astype(int)
+    return pd.DataFrame(
+        {"rid": range(first_rid, first_rid + n), "arrived_s": 0.0, "prompt_tokens": rng.permutation(prompt),
+         "output_tokens": rng.permutation(output)}
+    )  # fmt: skip

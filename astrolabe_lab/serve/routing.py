@@ -1,0 +1,80 @@
+"""A router as a process of its own over a running cluster, for notebooks, tests and scripts.
+
+with launch(2, time_scale=4.0) as cluster, routing(cluster, "astrolabe:k=2") as url:
+    frame = await bench.drive(url, trace, bench.Load(cluster.model, time_scale=cluster.time_scale))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from astrolabe_lab.serve.running import Cluster
+
+END_S = 60.0  # wall s that requests under way have to end
+
+
+class RouterError(RuntimeError):
+    """A router that did not start, or ended by itself; carries what it said."""
+
+
+@contextmanager
+def routing(
+    cluster: Cluster,
+    policy: str,
+    lengths: str = "constant:256",
+    journal: str | Path | None = None,
+    seed: int = 0,
+    options: Sequence[str] = (),
+) -> Iterator[str]:
+    """The URL of ``astrolabe route`` over ``cluster`` while the context lasts; it ends with this process too.
+
+    ``policy, lengths, journal, seed`` and more ``options`` are that command's. What it says goes to a file in the
+    cluster's folder. Raises RouterError where it does not start, or ended before the context did.
+    """
+    handle, log = tempfile.mkstemp(prefix="router-", suffix=".txt", dir=cluster.folder)
+    words = ["route", "--cluster", str(cluster.folder), "--policy", policy, "--lengths", lengths, "--seed", str(seed)]
+    words += [*(["--journal", str(journal)] if journal else []), *options]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "astrolabe_lab.serve.guard", str(os.getpid())),
+            *(sys.executable, "-m", "astrolabe_lab.cli", *words),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=handle,
+        start_new_session=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": _with_this_package()},
+    )
+    os.close(handle)
+    try:
+        line = process.stdout.readline()
+        if not line:
+            raise RouterError(f"the router did not start: {_said(log)}")
+        yield json.loads(line)["url"]
+        if process.poll() is not None:
+            raise RouterError(f"the router ended by itself with code {process.returncode}: {_said(log)}")
+    finally:
+        process.stdin.close()
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        process.stdout.close()
+
+
+def _with_this_package() -> str:
+    package = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+
+
+def _said(log: str) -> str:
+    return "\n".join(Path(log).read_text(errors="replace").splitlines()[-15:]) or "(it said nothing)"

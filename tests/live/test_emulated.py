@@ -1,0 +1,155 @@
+"""Emulated engines take the modelled time, and depart from it when they are told to.
+
+Whatever the host does, no step ends early; where a test bounds lateness, the bound grows by what the engines' own step
+log says that the host took.
+"""
+
+import asyncio
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from astrolabe_lab import bench, fit, policies
+from astrolabe_lab.sim.cluster import simulate
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+
+def requests(sizes, gap_s=0.0):
+    prompt, output = zip(*sizes, strict=True)
+    return pd.DataFrame(
+        {"rid": range(len(sizes)), "arrived_s": np.arange(len(sizes)) * gap_s, "prompt_tokens": prompt,
+         "output_tokens": output}
+    )  # fmt: skip
+
+
+def send(cluster, trace, **options):
+    """(result frame, steps of engine 0, share by which its steps took longer than modelled)."""
+    since = cluster.marks()
+    load = bench.Load(cluster.model, time_scale=cluster.time_scale, **options)
+    frame = bench.run(cluster.urls[0], trace, load)
+    assert (frame["status"] == "ok").all(), frame["reason"].unique()
+    steps = cluster.steps(since)
+    steps = steps[steps["instance"] == 0].reset_index(drop=True)
+    return frame, steps.assign(modelled_s=[modelled(cluster.cost, step) for step in steps.itertuples()])
+
+
+def modelled(cost, step):
+    return cost.step_seconds(step.new_tokens, step.sequences, step.context_tokens, step.attention, step.mixed)
+
+
+def excess(steps):
+    return steps["seconds"].sum() / steps["modelled_s"].sum() - 1
+
+
+def test_tpot_and_ttft_are_those_of_the_simulator_alone_and_in_a_batch(cluster):
+    alone = requests([(30, 20), (300, 20), (900, 12)])
+    frame, steps = send(cluster, alone, concurrency=1)
+    spaced = alone.assign(arrived_s=np.arange(len(alone)) * 100.0)
+    batch = requests([(200, 25)] * 8)
+    together, more = send(cluster, batch)
+    for trace, live, logged in ((spaced, frame, steps), (batch, together, more)):
+        policy = policies.parse("round_robin")
+        simulated = simulate(trace, policy, instances=1, engine=cluster.config, cost=cluster.cost)
+        late = excess(logged)
+        assert (logged["seconds"] > 0.995 * logged["modelled_s"]).all()  # no step ends early
+        tpot = live["tpot_s"].to_numpy() / simulated["tpot_s"].to_numpy() - 1
+        assert tpot.min() > -0.01 and tpot.max() < max(0.05, late + 0.03), (tpot, late)
+        wanted = simulated["ttft_s"].to_numpy()
+        ttft = live["ttft_s"].to_numpy() - wanted
+        front_s = 0.010 / cluster.time_scale if late < 0.03 else 0.05  # a crowded host delays its API servers too
+        assert ttft.min() > -0.005 and (ttft < np.maximum(0.05 * wanted, front_s + late * wanted + 0.01)).all(), ttft
+
+
+def test_a_true_length_in_vllm_xargs_ends_the_answer_by_end_of_sequence(cluster):
+    import urllib.request
+
+    body = {"model": cluster.model, "prompt": [7, 8, 9], "max_tokens": 50, "vllm_xargs": {"output_tokens": 11}}
+    request = urllib.request.Request(
+        cluster.urls[0] + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    answer = json.loads(urllib.request.urlopen(request).read())
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    assert answer["usage"]["completion_tokens"] == 11
+
+
+def test_an_engine_s_step_log_gives_its_step_cost_back(cluster):
+    sizes = [(int(p), int(o)) for p, o in zip(np.linspace(20, 700, 24), np.linspace(40, 4, 24), strict=True)]
+    _, steps = send(cluster, requests(sizes, gap_s=0.15))
+    fitted = fit.fit(steps, quiet=True)
+    again = np.array([modelled(fitted.cost, step) for step in steps.itertuples()])
+    off = np.abs(again / steps["modelled_s"] - 1)
+    assert set(fitted.regimes) == {"decode", "mixed"}
+    assert off.mean() < max(0.05, excess(steps) + 0.03)
+
+
+def test_slow_down_jitter_and_stall_act_at_run_time(cluster):
+    trace = requests([(20, 30)])
+    try:
+        cluster.disturb(0, slowdown=2.0)
+        _, steps = send(cluster, trace)
+        assert (steps["seconds"] > 1.99 * steps["modelled_s"]).all()
+        cluster.disturb(0, slowdown=1.0, jitter=0.4)
+        _, steps = send(cluster, trace)
+        ratio = (steps["seconds"] / steps["modelled_s"]).to_numpy()
+        assert ratio.min() < 0.9 and ratio.std() > 0.2  # some steps end early now
+        cluster.disturb(0, jitter=0.0, stalled=True)
+
+        async def stalled():
+            load = bench.Load(cluster.model, time_scale=cluster.time_scale)
+            sending = asyncio.create_task(bench.drive(cluster.urls[0], trace, load))
+            await asyncio.sleep(2.0)
+            assert not sending.done()
+            released_s = 2.0 / cluster.time_scale
+            cluster.disturb(0, stalled=False)
+            return await sending, released_s
+
+        frame, released_s = asyncio.run(stalled())
+        assert (frame["status"] == "ok").all() and frame["ttft_s"].iloc[0] > 0.9 * released_s
+    finally:
+        cluster.disturb(0, slowdown=1.0, jitter=0.0, stalled=False)
+
+
+def test_our_figures_are_those_of_vllm_s_own_load_client(cluster, tmp_path):
+    script = (
+        "import argparse\nfrom vllm.benchmarks.serve import add_cli_args, main\n"
+        "parser = argparse.ArgumentParser(); add_cli_args(parser)\nmain(parser.parse_args())\n"
+    )
+    command = [
+        sys.executable, "-c", script, "--backend", "openai", "--base-url", cluster.urls[0], "--endpoint",
+        "/v1/completions", "--model", cluster.model, "--tokenizer", str(cluster.folder / "model"), "--dataset-name",
+        "random", "--random-input-len", "64", "--random-output-len", "24", "--num-prompts", "16", "--max-concurrency",
+        "4", "--ignore-eos", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "r.json",
+        "--disable-tqdm", "--percentile-metrics", "ttft,tpot,e2el",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    theirs = json.loads((tmp_path / "r.json").read_text())
+    ours, _ = send(cluster, requests([(64, 24)] * 16), concurrency=4)
+    assert theirs["completed"] == 16 and theirs["total_output_tokens"] == ours["generated_tokens"].sum() == 16 * 24
+    pairs = {"ttft_from_send_s": "mean_ttft_ms", "tpot_s": "mean_tpot_ms", "e2e_from_send_s": "mean_e2el_ms"}
+    for name, key in pairs.items():
+        assert ours[name].mean() * cluster.time_scale * 1e3 == pytest.approx(theirs[key], rel=0.15), name
+
+
+def test_our_figures_are_those_of_the_openai_package_s_stream(cluster):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=cluster.urls[0] + "/v1", api_key="none", max_retries=0)
+    first, whole = [], []
+    for j in range(6):
+        began = time.monotonic()
+        stream = client.completions.create(
+            model=cluster.model, prompt=[10 + j] * 64, max_tokens=16, temperature=0, stream=True,
+            extra_body={"ignore_eos": True, "min_tokens": 16},
+        )  # fmt: skip
+        arrived = [time.monotonic() - began for part in stream if part.choices and part.choices[0].text]
+        first.append(arrived[0])
+        whole.append(arrived[-1])
+    ours, _ = send(cluster, requests([(64, 16)] * 6), concurrency=1)
+    assert ours["ttft_from_send_s"].median() * cluster.time_scale == pytest.approx(np.median(first), rel=0.15)
+    assert ours["e2e_from_send_s"].median() * cluster.time_scale == pytest.approx(np.median(whole), rel=0.15)

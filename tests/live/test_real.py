@@ -1,0 +1,124 @@
+"""Two real engines with a small model on cores of their own, behind the router: the hardware world, on any machine."""
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import pandas as pd
+import psutil
+import pytest
+
+from astrolabe_lab import bench, cli
+from astrolabe_lab.generators import sharegpt_like
+from astrolabe_lab.measure import summarise
+from astrolabe_lab.serve import engine_cost, journal
+from astrolabe_lab.serve.cluster_file import read_cluster
+from astrolabe_lab.serve.launch import launch
+from astrolabe_lab.serve.published import StatusReader
+from astrolabe_lab.serve.routing import routing
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ENGINE = "max_num_seqs=16,max_num_batched_tokens=256,block_size=32,num_gpu_blocks=512,max_model_len=2048"
+said = []
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory):
+    """Two engines with a random Llama; one that ends is started again."""
+    folder = tmp_path_factory.mktemp("real") / "c"
+    with launch(
+        2, world="hardware", engine=ENGINE, folder=folder, restart=True, timeout_s=900, progress=said.append
+    ) as cluster:
+        yield cluster
+
+
+def ask(url, **body):
+    request = urllib.request.Request(
+        url + "/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.loads(answer.read())
+
+
+def trace_of(n, qps, seed=0, longest=60):
+    frame = sharegpt_like.generate(n, seed=seed, text=False)
+    rng = np.random.default_rng(seed)
+    return frame.assign(
+        arrived_s=np.cumsum(rng.exponential(1 / qps, n)),
+        prompt_tokens=frame["prompt_tokens"].clip(upper=400),
+        output_tokens=frame["output_tokens"].clip(upper=longest),
+        predicted_tokens=frame["output_tokens"].clip(upper=longest),
+    )
+
+
+def test_engines_run_with_the_flags_they_were_told_and_tell_those_that_vllm_chose(real):
+    config = real.config
+    assert (config.max_num_seqs, config.max_num_batched_tokens, config.block_size) == (16, 256, 32)
+    assert (config.num_gpu_blocks, config.max_model_len) == (512, 2048)
+    assert config.enable_prefix_caching and config.enable_chunked_prefill and not config.async_scheduling
+    assert read_cluster(real.folder).config == config and read_cluster(real.folder).world == "hardware"
+    assert said[-1].startswith("engines: 2 of 2 serve")
+
+
+def test_every_engine_computes_on_its_own_cores(real):
+    own = [engine.place.cores for engine in real.engines]
+    for engine in real.engines:
+        bound = [tuple(psutil.Process(pid).cpu_affinity()) for pid in engine.pids()]
+        assert engine.place.cores == () or engine.place.cores in bound
+    assert len(set(own)) == len(own) or own == [(), ()]
+
+
+def test_the_gates_hold_on_real_engines_and_leave_their_caches_empty(real):
+    verdicts = asyncio.run(bench.check(real.urls, real.model))
+    assert all(one.ok for one in verdicts), [str(one) for one in verdicts]
+    (reset,) = [one for one in verdicts if one.gate == "prefix_reset"]
+    assert "96 were found before the reset, 0 after" in reset.detail
+
+
+def test_a_trace_through_the_router_gets_exact_answers_from_both_engines(real, tmp_path, capsys):
+    trace, out = trace_of(24, qps=6.0), tmp_path / "r.parquet"
+    trace.drop(columns=["predicted_tokens"]).to_csv(tmp_path / "t.csv", index=False)
+    with routing(real, "least_loaded", journal=tmp_path / "journal") as url:
+        words = ["bench", "--cluster", str(real.folder), "--url", url, "--trace", str(tmp_path / "t.csv"), "--exact"]
+        assert cli.main([*words, "--lengths", "oracle", "--slo", "ttft_s=5", "--out", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    frame = pd.read_parquet(out)
+    assert record["status"] == {"ok": 24} and record["goodput_share"] == record["goodput_share_from_send"] == 1.0
+    assert [gate["gate"] for gate in record["gates"]] == list(bench.GATES) and all(g["ok"] for g in record["gates"])
+    assert (frame["generated_tokens"] == frame["output_tokens"]).all()
+    assert set(frame["instance"]) == {0, 1} and set(frame["source"]) == {"hardware"}
+    assert len([e for e in journal.read(tmp_path / "journal") if e["event"] == "outcome"]) == 24
+    assert summarise(frame)["e2e_mean_s"].iloc[0] > 0
+
+
+def test_a_step_cost_fitted_to_the_engines_own_steps_orders_requests_as_they_turn_out(real):
+    measured = asyncio.run(engine_cost.measure(real, alone=4, together=24))
+    assert set(measured.fit.regimes) == {"decode", "mixed"} and 0 < measured.cost.frontend_s < 1
+    assert (measured.alone["generated_tokens"] == measured.alone["output_tokens"]).all()
+    real.set_cost(measured.cost)
+    assert read_cluster(real.folder).cost == measured.cost
+    with routing(real, "astrolabe:k=2") as url:
+        frame = bench.run(url, trace_of(20, qps=3.0, seed=3), bench.Load(real.model))
+    assert (frame["status"] == "ok").all() and frame["predicted_e2e_s"].notna().all()
+    assert frame["predicted_e2e_s"].corr(frame["e2e_s"], method="spearman") > 0.7
+
+
+def test_a_request_with_a_seed_ends_its_engine_which_is_started_again_and_answers_as_before(real):
+    engine = real.engines[0]
+    before = StatusReader(engine.status).epoch
+    greedy = {"model": real.model, "prompt": [9] * 20, "max_tokens": 12, "temperature": 0}
+    answer = ask(engine.url, **greedy)["choices"][0]["text"]
+    with pytest.raises((urllib.error.URLError, ConnectionError, OSError)):
+        # a prompt of two chunks: vLLM turns back the generator of a chunk that emits nothing, which a CPU's cannot
+        ask(engine.url, model=real.model, prompt=list(range(5, 400)), max_tokens=4, temperature=1.0, seed=1)
+    deadline = time.monotonic() + 600
+    while not (real.restarts and any("serves again" in line for line in said)):
+        assert time.monotonic() < deadline, said[-3:]
+        time.sleep(0.5)
+    assert StatusReader(engine.status).epoch != before
+    assert ask(engine.url, **greedy)["choices"][0]["text"] == answer
+    assert not real.lost and real.engines[1].starts == 1
