@@ -27,6 +27,15 @@ SMALL = {
         "models": ["constant", "prompt_ridge:vocabulary=50", "encoder:max_tokens=32,landmarks=40,vocabulary=50"],
     },
     "04_fidelity": {"requests": 60, "qps": 12.0},
+    "22_real_model": {
+        "prompts": 60,
+        "longest": 60,
+        "alone": 4,
+        "together": 16,
+        "requests": 16,
+        "low_qps": 2.0,
+        "high_qps": 6.0,
+    },
     "11_how_good_is_good_enough": {
         "qps": [6.0, 9.0],
         "seeds": [0, 1],
@@ -45,9 +54,15 @@ SMALL = {
         "window": 100,
     },
 }
+LIVE = {"22_real_model"}  # start vLLM engines
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+each_execution = pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, marks=[pytest.mark.vllm, pytest.mark.slow] if p.stem in LIVE else []) for p in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 
 
 def code_cells(path):
@@ -115,12 +130,12 @@ def executed(tmp_path_factory):
     @cache
     def run(name):
         path = next(path for path in NOTEBOOKS if path.stem == name)
-        return run_notebook(path, SMALL[name], outputs / name, cell_timeout_s=280)
+        return run_notebook(path, SMALL[name], outputs / name, cell_timeout_s=900 if name in LIVE else 280)
 
     return run
 
 
-@each_notebook
+@each_execution
 def test_it_runs_and_leaves_figures_frames_and_the_record_of_its_run(path, executed):
     copy = executed(path.stem)
     notebook = nbformat.read(copy, as_version=4)
@@ -165,6 +180,16 @@ def test_the_fidelity_notebook_says_when_its_gpu_is_made_up(executed):
     assert len(table) == 15 and table.peer_error_pct.isna().all()
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_notebook_on_a_real_model_ran_every_request_on_engines_that_passed_the_gates(executed):
+    runs = pd.read_parquet(executed("22_real_model").with_name("runs.parquet"))
+    assert (runs.status == "ok").all() and set(runs.source) == {"hardware"} and set(runs.instance) == {0, 1}
+    assert (runs.generated_tokens == runs.output_tokens).all() and len(runs) == 5 * SMALL["22_real_model"]["requests"]
+    steps = pd.read_parquet(executed("22_real_model").with_name("steps.parquet"))
+    assert len(steps) > 200 and set(steps.mixed) == {True, False}
+
+
 @pytest.mark.shared
 def test_the_fidelity_notebook_replays_a_real_run(shared, tmp_path):
     folder = shared / "data" / "vidur" / "llmservingsim"
@@ -198,7 +223,8 @@ def test_the_drift_notebook_finds_both_changes_and_leaves_their_journals(execute
 
 
 def test_together_they_make_one_report(executed, tmp_path):
-    text = build([executed(name) for name in SMALL], tmp_path / "report.html").read_text()
-    titles = [title.removeprefix("# ") for path in NOTEBOOKS for title in [markdown(path)[0].splitlines()[0]]]
+    quiet = [path for path in NOTEBOOKS if path.stem not in LIVE]
+    text = build([executed(path.stem) for path in quiet], tmp_path / "report.html").read_text()
+    titles = [title.removeprefix("# ") for path in quiet for title in [markdown(path)[0].splitlines()[0]]]
     assert all(title in text for title in titles)
     assert os.listdir(tmp_path) == ["report.html"]
