@@ -21,7 +21,8 @@ COMMANDS = {
     ),
     "train": (
         "train a length model, judge it on prompts held out, and save it",
-        "astrolabe length train --data outputs/answers.jsonl --model encoder --out outputs/length\n"
+        "astrolabe length train --data sharegpt_like --out outputs/length\n"
+        "  astrolabe length train --data outputs/answers.jsonl --model encoder --out outputs/length\n"
         "  the paper's setting, on a GPU:\n"
         "  astrolabe length train --data ShareGPT.json --limit 50000 --out outputs/length \\\n"
         "      --model encoder:encoder=roberta-base,fine_tune=true",
@@ -29,7 +30,8 @@ COMMANDS = {
     ),
     "evaluate": (
         "judge a kind of length model on prompts it has not seen, beside the constant median",
-        "astrolabe length evaluate --prompts P.jsonl.gz --lengths L.csv.gz --served-model NAME --model prompt_ridge",
+        "astrolabe length evaluate --data sharegpt_like --model prompt_ridge --splits 3 --by length\n"
+        "  astrolabe length evaluate --prompts P.jsonl.gz --lengths L.csv.gz --served-model NAME --pool --model encoder",
         "Splits are by distinct prompt; the interval of the gain is over splits. Where a model answered prompts twice, "
         "the noise floor is shown too.",
     ),

@@ -42,7 +42,7 @@ class Encoder(LinearEstimator):
     encoder: str = MINILM
     fine_tune: bool = False
     landmarks: int | None = None
-    vocabulary: int = 1000
+    vocabulary: int = 2000
     alpha: float | None = None
     max_tokens: int = 256
     learning_rate: float = 1e-5
