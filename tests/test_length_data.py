@@ -153,6 +153,7 @@ def test_two_samples_of_one_prompt_stay_two(file):
         ("a.jsonl", '{"prompt": "x", "response_tok', {}, "line 1: not JSON"),
         ("a.jsonl", "[1, 2]", {}, "entry 1: int, not an object"),
         ("a.parquet", "PAR1 no", {}, "cannot be read as parquet"),
+        ("a.json", "[]", {}, "has no rows: nothing to learn from"),
         ("missing/none.csv", None, {}, "does not exist"),
     ],
 )
@@ -162,6 +163,14 @@ def test_what_cannot_be_read_is_named(name, content, options, says, tmp_path):
         path.write_text(content)
     with pytest.raises(InputError, match=says):
         data.load(path, **options)
+
+
+def test_numbers_texts_and_impossible_lengths_may_share_a_column(file):
+    lengths = [5, "7", 8.5, None, True, "many", 10**30, -(10**400), [1], float("nan"), 9]
+    lines = (json.dumps({"prompt": f"p{i}", "response_tokens": n}) + "\n" for i, n in enumerate(lengths))
+    frame = data.load(file("".join(lines), "t.jsonl"))
+    assert frame["response_tokens"].tolist() == [5, 7, 8.5, 9]
+    assert frame.attrs["cleaning"]["answers without a length of at least one token"] == 7
 
 
 def test_a_name_that_is_nowhere_says_so(monkeypatch):

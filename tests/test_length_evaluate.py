@@ -310,6 +310,16 @@ def test_the_command_trains_a_model_that_traces_are_tagged_with(tmp_path, capsys
 
 
 @pytest.mark.length
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_answers_of_one_length_leave_nothing_to_gain_and_that_is_said(command, tmp_path, capsys):
+    answers = tmp_path / "a.jsonl"
+    answers.write_text("".join(json.dumps({"prompt": f"p {i}", "response_tokens": 7}) + "\n" for i in range(40)))
+    words = ["length", command, "--data", str(answers)] + (["--out", str(tmp_path / "m")] if command == "train" else [])
+    assert cli.main(words) == 0
+    assert "MAE 0.0 tokens, the constant median's 0.0: unknown less" in capsys.readouterr().out
+
+
+@pytest.mark.length
 @pytest.mark.parametrize(
     ("words", "says"),
     [

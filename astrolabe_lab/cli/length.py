@@ -31,7 +31,7 @@ COMMANDS = {
     "evaluate": (
         "judge a kind of length model on prompts it has not seen, beside the constant median",
         "astrolabe length evaluate --data sharegpt_like --model prompt_ridge --splits 3 --by length\n"
-        "  astrolabe length evaluate --prompts P.jsonl.gz --lengths L.csv.gz --served-model NAME --pool --model encoder",
+        "  astrolabe length evaluate --prompts P.jsonl --lengths L.csv --served-model NAME --pool --model encoder",
         "Splits are by distinct prompt; the interval of the gain is over splits. Where a model answered prompts twice, "
         "the noise floor is shown too.",
     ),
@@ -196,16 +196,20 @@ def evaluate(args):
 
 
 def _sentence(found) -> str:
-    """What an evaluation says, as text."""
+    """What an evaluation says, as text. What could not be told (one test answer, all of one length) is not in it."""
+
+    def said(name, form):
+        value = found.get(name)
+        return "unknown" if value is None or value != value else format(value, form)
+
     interval = ""
-    if found["reduction_low"] == found["reduction_low"]:
+    if said("reduction_low", "") != "unknown":
         interval = f", 95 % interval {found['reduction_low']:.1%} to {found['reduction_high']:.1%}"
     text = (
-        f"MAE {found['mae']:.1f} tokens, the constant median's {found['constant_mae']:.1f}: {found['reduction']:.1%} "
-        f"less{interval}; MAPE {found['mape']:.0%} ({found['constant_mape']:.0%}), "
-        f"concordance {found['concordance']:.3f}, "
-        f"90 % quantile covers {found['coverage_p90']:.1%}; {found['splits']} split(s), {found['n_train']:,} answers "
-        f"to learn from and {found['n_test']:,} to judge"
+        f"MAE {said('mae', '.1f')} tokens, the constant median's {said('constant_mae', '.1f')}: "
+        f"{said('reduction', '.1%')} less{interval}; MAPE {said('mape', '.0%')} ({said('constant_mape', '.0%')}), "
+        f"concordance {said('concordance', '.3f')}, 90 % quantile covers {said('coverage_p90', '.1%')}; "
+        f"{found['splits']} split(s), {found['n_train']:,} answers to learn from and {found['n_test']:,} to judge"
     )
     if found["n_pool"]:
         text += f", {found['n_pool']:,} of other models to learn from"
@@ -214,7 +218,7 @@ def _sentence(found) -> str:
         many = found.get("floor_prompts")
         text += f". Noise floor {found['floor_mae']:.1f} tokens"
         text += f" (from {many:,} prompts answered more than once)" if many else " (known)"
-        text += f": {found['gap_closed']:.0%} of the gap between constant and floor closed"
+        text += f": {said('gap_closed', '.0%')} of the gap between constant and floor closed"
     return text
 
 

@@ -59,11 +59,8 @@ class Evaluation:
         gain, low, high = self._gain()
         constant = means["constant_mae"]
         means |= {"splits": len(table)}
-        means |= {
-            "reduction": gain / constant,
-            "reduction_low": low / constant,
-            "reduction_high": high / constant,
-        }
+        shares = {"reduction": gain, "reduction_low": low, "reduction_high": high}
+        means |= {name: value / constant if constant else math.nan for name, value in shares.items()}
         if self.floor:
             means |= {f"floor_{name}": value for name, value in self.floor.items()}
             gap = constant - self.floor["mae"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import gzip
+import math
 import tempfile
 from pathlib import Path
 
@@ -93,15 +94,24 @@ def _json(path: Path, datasets):
                 prompt, response = first_turns(entry.pop(turns))
                 entry |= {"prompt": prompt, "response": response}
     keys = sorted({key for entry in entries for key in entry})
-    plain = {key: [_plain(entry.get(key)) for entry in entries] for key in keys}
-    return datasets.Dataset.from_dict(plain)
+    if not keys:
+        raise InputError(f"{path} has no rows: nothing to learn from")
+    return datasets.Dataset.from_dict({key: _alike([_plain(entry.get(key)) for entry in entries]) for key in keys})
 
 
 def _plain(value):
     """The value, if it is one that every row of a column can share; nested values are of no use here."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be stored
+    if isinstance(value, int) and abs(value) >= 2**63:
+        return math.inf if value > 0 else -math.inf  # nor can such a number
     return value if isinstance(value, (bool, int, float)) else None
+
+
+def _alike(values: list) -> list:
+    """The values of a column as one type: as text where some are text, or truth, and others are not."""
+    kinds = {float if type(value) is int else type(value) for value in values if value is not None}
+    return values if len(kinds) < 2 else [None if value is None else str(value) for value in values]
 
 
 def first_turns(turns) -> tuple[str | None, str | None]:

@@ -1,4 +1,4 @@
-"""``astrolabe length collect`` against vLLM itself, serving a small random model on the CPU whose answers end by chance."""
+"""``astrolabe length collect`` against vLLM itself: a small random model on the CPU whose answers end by chance."""
 
 import json
 import os
@@ -22,7 +22,7 @@ PROMPTS, LONGEST = 40, 256
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    """The URL of a real engine. A random model hardly ever says the end token: here its logit varies more than others'."""
+    """The URL of a real engine. A random model hardly ever says the end token: its logit varies more here."""
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("collect")
@@ -44,9 +44,10 @@ def counters(url):
 
 
 def collect(url, out, *more):
-    command = [sys.executable, "-m", "astrolabe_lab.cli", "length", "collect", "--url", url, "--out", str(out), "--json"]
+    words = ["length", "collect", "--url", url, "--out", str(out), *more, "--json"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    return subprocess.Popen([*command, *more], stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-m", "astrolabe_lab.cli", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def rows_of(out):
