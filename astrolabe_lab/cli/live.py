@@ -148,10 +148,8 @@ def _router(args):
     from astrolabe_lab import policies
     from astrolabe_lab.cost import StepCost
     from astrolabe_lab.cost import preset as preset_of
-    from astrolabe_lab.foresight import Foresight
-    from astrolabe_lab.predictor import Predictor
     from astrolabe_lab.serve.cluster_file import read_cluster
-    from astrolabe_lab.serve.instance import Instance
+    from astrolabe_lab.serve.in_process import instances_of
     from astrolabe_lab.serve.journal import Journal
     from astrolabe_lab.serve.lengths import lengths_of
     from astrolabe_lab.serve.prompt_tokens import ByBytes, ByTokenizer
@@ -178,12 +176,7 @@ def _router(args):
         cost = calibration.cost
     if args.cost:
         cost = StepCost.parse(args.cost, cost)
-    kind = getattr(policy, "foresight", "none")
-    foresight = Foresight(kind, len(places)) if kind != "none" else None
-    instances = [
-        Instance(i, url, config, Predictor(config, cost, foresight=foresight) if cost else None, status)
-        for i, (url, status) in enumerate(places)
-    ]
+    instances, foresight = instances_of(places, policy, config, cost)
     router = Router(
         instances,
         policy,

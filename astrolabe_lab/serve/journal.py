@@ -5,7 +5,8 @@
 "statuses": [...], "unseen": [[sent_s, prompt, predicted]...], "predicted_e2e_s": {instance: s}, "instance", ...}``, all
 that the decision was made from; ``{"event": "outcome", "rid", "time_s", "status", "instance", "output_tokens",
 "ttft_s", "e2e_s", ...}``, one a request, besides one with status ``retried`` for each dispatch that another followed;
-``{"event": "probe", "rid", "instance", "ttft_s", "e2e_s"}`` where the same request was sent to other candidates too.
+``{"event": "probe", "rid", "instance", "ttft_s", "e2e_s"}``, of each candidate, where a decision (``"probe": true``)
+sent its request to all of them.
 """
 
 from __future__ import annotations

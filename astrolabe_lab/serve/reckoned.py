@@ -39,7 +39,7 @@ def reckon(ledger: Ledger, gauges: Gauges, engine: EngineConfig, now_s: float) -
         predictions = np.concatenate([predictions, np.full(others, predicted)])
         generated = np.concatenate([generated, np.where(np.arange(others) < decoding, predicted // 2, 0)])
     longest = min(engine.max_model_len, engine.request_blocks * engine.block_size) - 1
-    prompts = np.clip(prompts, 1, longest)
+    prompts = np.minimum(np.maximum(prompts, 1), longest)
     generated = np.minimum(generated, longest - prompts)
     blocks = -(-(prompts + generated) // engine.block_size)
     decodes = generated > 0

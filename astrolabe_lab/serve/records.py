@@ -47,8 +47,13 @@ class Records:
             }
         )  # fmt: skip
 
+    def probe(self, request: Request, decision: Decision, model: str) -> None:
+        """A request goes to all instances of the decision's view at once (``probes``)."""
+        asked = Asked({}, "", model, True, prompt_ids=request.prompt_tokens)
+        self.decision(asked, request, decision, 0, "ids", "probe", probe=True)
+
     def decision(
-        self, asked: Asked, request: Request, decision: Decision, attempt: int, counted: str, tagged: str
+        self, asked: Asked, request: Request, decision: Decision, attempt: int, counted: str, tagged: str, **more
     ) -> None:
         """A choice has been made; where the two token counts came from."""
         self.counters.decided(decision.seconds, decision.view.late)
@@ -80,6 +85,7 @@ class Records:
                 "instance": decision.instance.index,
                 "decided_s": decision.decided_s,
                 "decision_s": decision.seconds,
+                **more,
             }
         )
 
@@ -97,6 +103,12 @@ class Records:
             e2e_s=now_s - request.arrived_s, output_tokens=watcher.output_tokens, prompt_tokens=watcher.prompt_tokens,
             finish_reason=watcher.finish_reason,
         )  # fmt: skip
+
+    def probed(self, request: Request, answers) -> None:
+        """A probe has ended; ``answers``: of each instance ``ttft_s, e2e_s, status``."""
+        for answer in answers if self.journal is not None else ():
+            told = {"rid": request.rid, "time_s": self.now_s(), "instance": answer.instance, "status": answer.status}
+            self.journal.write({"event": "probe", **told, "ttft_s": answer.ttft_s, "e2e_s": answer.e2e_s})
 
     def refusal(self, refusal: Refusal, rid: int, arrived_s: float) -> None:
         """The router answers by itself."""

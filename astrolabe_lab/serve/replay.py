@@ -220,9 +220,11 @@ class Replayer:
             if row is None:
                 row = self._row(entry, request, view.instances, index, e2e_s)
                 kept.keep(row)
-        ledger = self._ledgers[recorded]
-        ledger.open(request.rid, request.prompt_tokens, request.predicted_tokens, entry["decided_s"])
-        if self._foresight is not None:
+        for i in (numbers["instance"] for numbers in entry["signals"]) if entry.get("probe") else (recorded,):
+            self._ledgers[i].open(
+                request.rid, request.prompt_tokens, request.predicted_tokens, entry["decided_s"]
+            )  # fmt: skip
+        if self._foresight is not None and not entry.get("probe"):
             self._foresight.observe_dispatch(entry["decided_s"], request.prompt_tokens, request.predicted_tokens)
         if request.prefix_blocks:
             self._prefixes.sent(request, recorded, entry["decided_s"])
@@ -270,8 +272,9 @@ class Replayer:
         """A dispatch has ended, or a probe."""
         rid, i = entry["rid"], entry["instance"]
         prediction = None
-        if entry["event"] == "outcome" and i is not None:
+        if i is not None:
             self._ledgers[i].close(rid)
+        if entry["event"] == "outcome" and i is not None:
             prediction = self._open.pop(rid, None)
         if i is None or entry.get("status", "ok") != "ok":
             return

@@ -83,6 +83,11 @@ class Router:
         """Modelled seconds of the host's monotonic clock, which the engines' statuses use too."""
         return time.monotonic() / self.time_scale
 
+    def new_rid(self) -> int:
+        """A number that no other request has."""
+        self._next_rid += 1
+        return self._next_rid
+
     @property
     def counters(self) -> Counters:
         return self.records.counters
@@ -152,8 +157,7 @@ class Router:
     async def serve(self, http: web.Request) -> web.StreamResponse:
         """One request, from its arrival to its one row in the journal."""
         arrived_s = self.now_s()
-        self._next_rid += 1
-        rid = self._next_rid
+        rid = self.new_rid()
         self.in_flight += 1
         request = None
         try:

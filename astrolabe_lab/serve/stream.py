@@ -46,7 +46,7 @@ class Watcher:
                 self.complete = True
                 continue
             try:
-                event = json.loads(payload)
+                event = json.loads(payload.decode())  # bytes would have their encoding guessed
             except ValueError:
                 continue
             new += self._event(event)
