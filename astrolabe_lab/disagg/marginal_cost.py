@@ -8,10 +8,12 @@ from typing import ClassVar
 
 import numpy as np
 
+from astrolabe_lab.disagg.policies import decode_counts, prefill_counts
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.policies.draw import argmin, sample_k
 
 PROGRESS = ("estimated", "streamed")
+GUARDS = ("off", "rotate", "least")
 
 
 @dataclass(slots=True)
@@ -21,9 +23,10 @@ class MarginalCost:
     ``backlog``, ``own``, ``cache``, ``slo``, ``others``: weights of the terms, 0 leaves one out. ``lengths=False``:
     every request is taken to have the mean length predicted so far. ``progress``: what a request in flight has left is
     estimated from the time since its first token at the constants' pace, as the paper's proxy had to, or known from
-    what it has ``streamed``. ``k``: so many pairs drawn at random are priced, 0: all. ``guard``: where no pair is
-    expected to keep the request's TTFT target, take the pair after the one taken last instead of the cheapest, so that
-    an overload is spread and not piled up.
+    what it has ``streamed``. ``k``: so many pairs drawn at random are priced, 0: all. ``guard``: what is done where no
+    pair is expected to keep the request's TTFT target or no decode engine has memory for its prompt, when prices no
+    longer tell pairs apart: ``rotate`` takes each pool's engines in turn, ``least`` those with the fewest requests in
+    flight; ``off`` takes the cheapest regardless, as the paper's router did.
     """
 
     backlog: float = 1.0
@@ -34,7 +37,7 @@ class MarginalCost:
     lengths: bool = True
     progress: str = "estimated"
     k: int = 0
-    guard: bool = False
+    guard: str = "off"
     count: int = field(default=0, repr=False)
     seen: int = field(default=0, repr=False)
     tokens: float = field(default=0.0, repr=False)
@@ -49,14 +52,18 @@ class MarginalCost:
                 raise InputError(f"policy marginal_cost: {name}={value!r} must be a weight >= 0")
         if self.progress not in PROGRESS:
             raise InputError(f"policy marginal_cost: progress={self.progress!r} is not one of {', '.join(PROGRESS)}")
+        if self.guard not in GUARDS:
+            raise InputError(f"policy marginal_cost: guard={self.guard!r} is not one of {', '.join(GUARDS)}")
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 0:
             raise InputError(f"policy marginal_cost: k={self.k!r} must be a whole number >= 1, or 0 for all pairs")
 
     def choose(self, request, cluster, rng):
         prices_s, ttft_s, target_s = self.prices(request, cluster)
         n_p, n_d = prices_s.shape
-        self.count += 1
-        if self.guard and ttft_s.min() > target_s:
+        if self.guard != "off" and ttft_s.min() > target_s:
+            if self.guard == "least":
+                return argmin(prefill_counts(cluster), rng), argmin(decode_counts(cluster), rng)
+            self.count += 1
             return self.count % n_p, self.count % n_d
         flat = prices_s.ravel()
         drawn = sample_k(flat.size, min(self.k or flat.size, flat.size), rng)

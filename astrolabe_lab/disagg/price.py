@@ -53,7 +53,8 @@ def tokens_left(row, now_s, step_s, streamed, usual):
 
 @compiled
 def price(prefill, decode, flying, b, n, o, tight, now_s, weights, streamed, usual, out):
-    """Write the weighted seconds of each pair to ``out`` (P, D), and the TTFT expected there in s to ``out[P:]``.
+    """Write the weighted seconds of each pair to ``out`` (P, D), and the TTFT expected there in s to ``out[P:]``,
+    inf where its prompt would wait for memory. Returns the request's TTFT target.
 
     ``prefill``, ``decode``: POLLED arrays; ``flying``: IN_FLIGHT; ``b``: ``beliefs``; ``weights``: (TERMS,) of backlog,
     own, cache, slo, others; ``usual``: > 0 where lengths are unknown, then the tokens that everybody is taken to have.
@@ -99,7 +100,8 @@ def price(prefill, decode, flying, b, n, o, tight, now_s, weights, streamed, usu
         for d in range(n_d):
             ttft_s = queue_s[p] + prefill_s + hand_off_s + step_s + slope_s * streams[d]
             tpot_s = step_s + shared_s[d] / o
-            filled = (decode[d].used_tokens + coming[d] + n + o) / b[7]
+            promised = decode[d].used_tokens + coming[d] + n
+            filled = (promised + o) / b[7]
             cache_s = (prefill_s + o * step_s) * max(0.0, filled - PRESSURE) / (1.0 - PRESSURE)
             slo_s = urgency * (max(ttft_s - ttft_target_s, 0.0) + o * max(tpot_s - tpot_target_s, 0.0)) + harm_s[d]
             out[p, d] = (
@@ -109,5 +111,5 @@ def price(prefill, decode, flying, b, n, o, tight, now_s, weights, streamed, usu
                 + weights[3] * slo_s
                 + weights[4] * shared_s[d]
             )
-            out[n_p + p, d] = ttft_s
+            out[n_p + p, d] = ttft_s if promised <= b[7] else np.inf  # it would wait there for memory
     return ttft_target_s
