@@ -8,7 +8,9 @@ by name. ``simulate``: pools of exact engines, with the hand-off between them.
 
 from importlib import import_module
 
-_MODULES = "constants marginal_cost policies routers services settings view".split()
+_MODULES = (
+    "compare constants figures marginal_cost policies published routers saturation services settings studies view"
+).split()
 _HOME = {
     "Constants": "constants",
     "HandOff": "state",

@@ -23,9 +23,11 @@ class MarginalCost:
     ``backlog``, ``own``, ``cache``, ``slo``, ``others``: weights of the terms, 0 leaves one out. ``lengths=False``:
     every request is taken to have the mean length predicted so far. ``progress``: what a request in flight has left is
     estimated from the time since its first token at the constants' pace, as the paper's proxy had to, or known from
-    what it has ``streamed``. ``k``: so many pairs drawn at random are priced, 0: all. ``guard``: what is done where no
-    pair is expected to keep the request's TTFT target or no decode engine has memory for its prompt, when prices no
-    longer tell pairs apart: ``rotate`` takes each pool's engines in turn, ``least`` those with the fewest requests in
+    what it has ``streamed``. ``k``: so many pairs drawn at random are priced, 0: all.
+
+    ``guard``: what is done where every pair is overloaded: the request would miss its TTFT target, or find no memory
+    for its prompt at decode, or steps there already take longer than tight requests may. Prices then pile requests up
+    (above all the slo term). ``rotate`` takes each pool's engines in turn, ``least`` those with the fewest requests in
     flight; ``off`` takes the cheapest regardless, as the paper's router did.
     """
 

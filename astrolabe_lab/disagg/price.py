@@ -54,7 +54,8 @@ def tokens_left(row, now_s, step_s, streamed, usual):
 @compiled
 def price(prefill, decode, flying, b, n, o, tight, now_s, weights, streamed, usual, out):
     """Write the weighted seconds of each pair to ``out`` (P, D), and the TTFT expected there in s to ``out[P:]``,
-    inf where its prompt would wait for memory. Returns the request's TTFT target.
+    inf where its prompt would wait for memory, or steps take longer than tight requests may. Returns the request's TTFT
+    target.
 
     ``prefill``, ``decode``: POLLED arrays; ``flying``: IN_FLIGHT; ``b``: ``beliefs``; ``weights``: (TERMS,) of backlog,
     own, cache, slo, others; ``usual``: > 0 where lengths are unknown, then the tokens that everybody is taken to have.
@@ -111,5 +112,6 @@ def price(prefill, decode, flying, b, n, o, tight, now_s, weights, streamed, usu
                 + weights[3] * slo_s
                 + weights[4] * shared_s[d]
             )
-            out[n_p + p, d] = ttft_s if promised <= b[7] else np.inf  # it would wait there for memory
+            strained = promised > b[7] or step_s + slope_s * streams[d] > b[9]
+            out[n_p + p, d] = np.inf if strained else ttft_s
     return ttft_target_s

@@ -1,0 +1,81 @@
+"""Who wins, and by how much: goodput of policies paired over seeds, with no winner inside the noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from astrolabe_lab.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GOODPUT = "goodput_share"
+
+
+def winners(summary: pd.DataFrame, by: Sequence[str] = (), metric: str = GOODPUT) -> pd.DataFrame:
+    """The best policy of each group by its mean ``metric`` (higher is better), and whether that is clear.
+
+    ``summary``: rows of a sweep. Columns: ``*by, best, mean, undecided`` (the policies that paired seeds, corrected for
+    the number of comparisons, cannot tell from it) and ``winner``: the best where nobody is undecided, else "".
+    """
+    import pandas as pd
+
+    from astrolabe_lab import measure
+
+    measure.require_columns(summary, (*by, "policy", "qps", "seed", metric))
+    rows = []
+    for key, runs in summary.groupby(list(by), sort=False) if by else [((), summary)]:
+        runs = runs.assign(loss=-runs[metric])
+        found = measure.best_and_undecided(runs, "loss")
+        if len(found) > 1:
+            raise InputError(f"by={list(by)} leaves several rates in one group: add qps to it")
+        row = found.iloc[0]
+        rows.append((*key, row["best"], -row["mean"], row["undecided"], "" if row["undecided"] else row["best"]))
+    return pd.DataFrame(rows, columns=[*by, "best", "mean", "undecided", "winner"])
+
+
+def gains(summary: pd.DataFrame, baseline: str, by: Sequence[str] = (), metric: str = GOODPUT) -> pd.DataFrame:
+    """How many points of ``metric`` each policy lies above ``baseline``: ``*by, policy, mean, low, high, clear``.
+
+    ``low``, ``high``: 95 % intervals of the paired differences that hold together for the whole table of a group.
+    """
+    import pandas as pd
+
+    from astrolabe_lab import measure
+
+    parts = []
+    for key, runs in summary.groupby(list(by), sort=False) if by else [((), summary)]:
+        found = measure.paired_difference(runs.assign(points=100 * runs[metric]), "points", baseline)
+        keys = dict(zip(by, key, strict=True))
+        parts.append(found.assign(**keys)[[*by, "policy", "mean", "low_all", "high_all", "clear"]])
+    return pd.concat(parts, ignore_index=True).rename(columns={"low_all": "low", "high_all": "high"})
+
+
+def means(summary: pd.DataFrame, by: Sequence[str], metric: str = GOODPUT) -> pd.DataFrame:
+    """Mean of ``metric`` with its 95 % interval over seeds, and how far its seeds lie apart: ``*by, mean, low, high,
+    seeds, spread`` (highest minus lowest)."""
+    from astrolabe_lab import measure
+
+    table = measure.over_seeds(summary, metric, by=by)
+    apart = summary.groupby(list(by), sort=False, dropna=False)[metric].agg(lambda values: values.max() - values.min())
+    return table.assign(spread=apart.to_numpy())
+
+
+def rolling_tail(results: pd.DataFrame, window_s: float = 10.0, share: float = 0.95) -> pd.DataFrame:
+    """The ``share`` quantile of TTFT of the requests that arrived in each window: ``policy, at_s, ttft_s, sent``.
+
+    ``results``: a result frame, or several one under another. A request without a first token counts as infinitely
+    late.
+    """
+    import numpy as np
+    import pandas as pd
+
+    if not window_s > 0:
+        raise InputError(f"window_s={window_s!r} must be a number > 0, in s")
+    late = results["ttft_s"].fillna(np.inf)
+    window = np.floor(results["arrived_s"] / window_s)
+    rows = []
+    for (policy, at), values in late.groupby([results["policy"], window], sort=False):
+        rows.append((policy, (at + 0.5) * window_s, np.quantile(values, share, method="higher"), len(values)))
+    return pd.DataFrame(rows, columns=["policy", "at_s", "ttft_s", "sent"]).sort_values(["policy", "at_s"])

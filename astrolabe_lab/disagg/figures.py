@@ -1,0 +1,61 @@
+"""Figures of pools: goodput of policies with its interval over seeds, and tails over time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import plotly.graph_objects as go
+
+
+def goodput(table: pd.DataFrame, x: str, label: str, facet: str | None = None, color: str = "policy") -> go.Figure:
+    """Mean goodput in % over ``x``, a line a policy with its 95 % interval; ``table`` as ``compare.means`` makes it.
+
+    ``facet``: a column whose values get a panel each. ``label``: what the x axis says.
+    """
+    import plotly.express as px
+
+    shown = table.assign(**{name: 100 * table[name] for name in ("mean", "low", "high")})
+    shown["above"], shown["below"] = shown["high"] - shown["mean"], shown["mean"] - shown["low"]
+    if shown[x].dtype == object:
+        shown[x] = shown[x].astype(str)
+    figure = px.line(
+        shown, x=x, y="mean", color=color, error_y="above", error_y_minus="below", facet_col=facet, markers=True,
+        labels={"mean": "goodput (% of requests sent)", x: label, color: ""},
+    )  # fmt: skip
+    if shown[x].dtype == object:
+        figure.update_xaxes(type="category")
+    return figure.update_layout(template="plotly_white", legend_orientation="h", legend_y=-0.25)
+
+
+def differences(table: pd.DataFrame, label: str, facet: str | None = None) -> go.Figure:
+    """Points of goodput above a baseline, a bar a policy with its interval; ``table`` as ``compare.gains`` makes it."""
+    import plotly.express as px
+
+    shown = table.assign(above=table["high"] - table["mean"], below=table["mean"] - table["low"])
+    figure = px.bar(
+        shown, x="mean", y="policy", error_x="above", error_x_minus="below", facet_col=facet, orientation="h",
+        labels={"mean": label, "policy": ""},
+    )  # fmt: skip
+    return figure.update_layout(template="plotly_white")
+
+
+def tails(table: pd.DataFrame) -> go.Figure:
+    """Rolling TTFT tails in ms over time, a line a policy; ``table`` as ``compare.rolling_tail`` makes it."""
+    import plotly.express as px
+
+    shown = table.assign(ms=1e3 * table["ttft_s"])
+    labels = {"ms": "P95 TTFT (ms)", "at_s": "arrival (s)", "policy": ""}
+    figure = px.line(shown, x="at_s", y="ms", color="policy", labels=labels)
+    return figure.update_layout(template="plotly_white", legend_orientation="h", legend_y=-0.25)
+
+
+def residuals(table: pd.DataFrame, by: str = "service") -> go.Figure:
+    """Simulated minus measured goodput in points, cell by cell; ``table`` as ``published.residuals`` makes it."""
+    import plotly.express as px
+
+    shown = table.assign(cell=table["family"] + " · " + table["policy"], points=100 * table["residual"])
+    labels = {"points": "simulated minus measured (points of goodput)", "cell": ""}
+    figure = px.bar(shown, x="points", y="cell", color=by, barmode="group", orientation="h", labels=labels)
+    return figure.update_layout(template="plotly_white", height=480)
