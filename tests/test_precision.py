@@ -89,3 +89,22 @@ def test_lengths_move_by_a_percent_at_most_and_come_back_exactly():
     assert 0 < np.abs(rough / exact - 1).max() < 0.03
     choose(model, "float32")
     assert (model.predict(prompts) == exact).all()
+
+
+@pytest.mark.length
+@pytest.mark.parametrize("rows", [(1, 7), (1, 128), (5, 300)])
+def test_weights_laid_out_beforehand_answer_as_plain_bfloat16_does(rows):
+    import torch
+
+    from astrolabe_lab.length.bfloat16 import _can_pack, in_bfloat16
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 32, bias=False))
+    asked = torch.randn(*rows, 64).bfloat16()
+    copied = in_bfloat16(model)
+    with torch.inference_mode():
+        plain = torch.nn.Sequential(*model).to(torch.bfloat16)(asked).float()  # in place: the copy was made before
+        told = copied(asked).float()
+    assert (told - plain).abs().max() <= 0.01 * plain.abs().max()
+    assert _can_pack(torch) == (type(copied[0]) is not torch.nn.Linear)
+    assert not list(copied.parameters()) or not _can_pack(torch)

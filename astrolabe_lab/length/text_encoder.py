@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import os
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.length.bfloat16 import in_bfloat16
 from astrolabe_lab.length.prompts import clean
 
 if TYPE_CHECKING:
@@ -110,19 +110,13 @@ class TextEncoder:
             mask[row, : len(sequence)] = 1
         tokens, mask = tokens.to(self.device), mask.to(self.device)
         on_gpu = self.device.type == "cuda"
-        model = self._copy_in_bfloat16() if self.bfloat16 and not on_gpu else self.model
+        model = self.model
+        if self.bfloat16 and not on_gpu:
+            self._in_bfloat16 = model = self._in_bfloat16 or in_bfloat16(self.model)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu and self.bfloat16):
             states = model(input_ids=tokens, attention_mask=mask).last_hidden_state
         weights = mask.unsqueeze(-1).float()
         return (states.float() * weights).sum(1) / weights.sum(1)
-
-    def _copy_in_bfloat16(self):
-        """The encoder with weights in bfloat16: on a CPU, to cast them for every prompt takes as long as it saves."""
-        import torch
-
-        if self._in_bfloat16 is None:
-            self._in_bfloat16 = copy.deepcopy(self.model).to(torch.bfloat16)
-        return self._in_bfloat16
 
     def embed(self, prompts: list[str]) -> np.ndarray:
         """Unit vectors float32 (n, width): ``pooled``, scaled to length 1."""
