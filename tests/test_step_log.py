@@ -9,6 +9,7 @@ from astrolabe_lab import fit
 from astrolabe_lab.cost import Regime, StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.serve import engine_facts, step_log
+from astrolabe_lab.serve.emulation import Disturbance, disturb
 from astrolabe_lab.serve.engine_process import Engine
 from astrolabe_lab.serve.pace import PaceWriter
 from astrolabe_lab.serve.step_log import StepLog, counts_of, read_steps
@@ -130,3 +131,16 @@ def test_a_host_that_does_not_keep_up_is_said_for_the_time_in_which_it_did_not(t
     assert "engine 1: the host does not keep up: steps ended 30% later than modelled" in lines[0]
     watch(one)
     assert len(lines) == 1
+
+
+def test_a_disturbance_that_is_none_leaves_what_was_set(tmp_path, capsys):
+    control = tmp_path / "control.json"
+    disturb(control, slowdown=2.0)
+    reader = Disturbance(str(control))
+    assert reader.now().slowdown == 2.0
+    for wrong in ("{", '{"slowdown": -1}', '{"speed": 2}', "[1]"):
+        control.write_text(wrong + " " * len(wrong))
+        assert reader.now().slowdown == 2.0, wrong
+    assert capsys.readouterr().err.count("what was set stays") >= 1
+    control.write_text('{"slowdown": 3.0}')
+    assert reader.now().slowdown == 3.0

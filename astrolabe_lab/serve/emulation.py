@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -100,5 +101,8 @@ class Disturbance:
         seen = (stat.st_mtime_ns, stat.st_ino)
         if seen != self._seen:
             self._seen = seen
-            self._now = Disturbed(**json.loads(Path(self._path).read_text()))
+            try:
+                self._now = Disturbed(**json.loads(Path(self._path).read_text()))
+            except (OSError, ValueError, TypeError) as error:  # an InputError is a ValueError
+                print(f"{self._path} disturbs nothing ({error}): what was set stays", file=sys.stderr, flush=True)
         return self._now

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from astrolabe_lab.serve.emulation import KEY, Emulation
@@ -154,6 +154,7 @@ class Engine:
 def emulated(index: int, folder: Path, model: Path, config: EngineConfig, emulation: Emulation, name: str) -> Engine:
     """The engine that sleeps the modelled step; ``emulation.control`` is set to the engine's own."""
     engine = Engine(index, "engine", folder, [], {})
+    emulation = replace(emulation, seed=emulation.seed + index)  # engines do not jitter in step
     additional = emulation.additional_config(**_published(engine))
     additional[KEY] |= {"control": str(engine.control), "pace": str(engine.pace)}
     engine.command = [

