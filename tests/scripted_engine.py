@@ -20,6 +20,7 @@ class ScriptedEngine:
         self.tokens, self.token_s, self.first_s = tokens, token_s, first_s
         self.script = "ok"
         self.metrics = None
+        self.model = "m"  # that it lists
         self.text = " t"  # of a token
         self.healthy = True
         self.seen = []
@@ -34,6 +35,7 @@ class ScriptedEngine:
         app.router.add_post("/v1/completions", self.answer)
         app.router.add_post("/v1/chat/completions", self.answer)
         app.router.add_get("/health", self.health)
+        app.router.add_get("/v1/models", self.models)
         app.router.add_get("/metrics", self.tell)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
@@ -62,6 +64,9 @@ class ScriptedEngine:
         for connection in runner.server.connections:
             if connection.transport is not None:
                 connection.transport.abort()
+
+    async def models(self, http):
+        return web.json_response({"object": "list", "data": [{"id": self.model, "max_model_len": 4096}]})
 
     async def answer(self, http):
         body = await http.json()

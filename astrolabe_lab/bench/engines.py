@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 
@@ -85,16 +86,17 @@ class EngineClient:
 
     async def complete(self, prompt: list[int], **body) -> Asked:
         """The greedy answer to ``prompt``. Raises EngineTrouble."""
-        import json
-
         asked = {"model": self.model, "prompt": prompt, "temperature": 0.0, "return_token_ids": True, **body}
         status, text = await self._ask("POST", "/v1/completions", asked)
         if status != 200:
             raise EngineTrouble(f"engine {self.index} answers HTTP {status}: {text[:200]}")
-        answer = json.loads(text)
-        choice, usage = answer["choices"][0], answer["usage"]
-        tokens = tuple(choice.get("token_ids") or choice["text"])
-        return Asked(tokens, usage["prompt_tokens"], usage["completion_tokens"], choice["finish_reason"])
+        try:
+            answer = json.loads(text)
+            choice, usage = answer["choices"][0], answer["usage"]
+            tokens = tuple(choice.get("token_ids") or choice["text"])
+            return Asked(tokens, usage["prompt_tokens"], usage["completion_tokens"], choice["finish_reason"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise EngineTrouble(f"engine {self.index} answers no completion ({error!r}): {text[:200]}") from None
 
     async def reset_prefix_cache(self) -> str:
         """Empty when vLLM says that it did; else what it said."""

@@ -47,7 +47,7 @@ def frame_of(trace: pd.DataFrame, sent: list, load: Load, served: Served) -> pd.
         predicted_e2e_s=columns["predicted_e2e_s"],
         decision_s=columns["decision_s"],
         status=columns["status"],
-        source=served.source,
+        source=served.source if served.router else load.source,
         policy=served.policy,
         seed=served.seed,
         reason=columns["reason"],

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve.pace import read_pace
-
-LATE_SHARE = 0.05  # of the modelled time: past this what was measured is the host, not the model
+from astrolabe_lab.serve.pace import LATE_SHARE, read_pace
 
 
 class HostPace:

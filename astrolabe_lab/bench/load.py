@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
 
+SOURCES = ("hardware", "emulated")
 FIRST_ID, LAST_ID = 5, 260  # token ids that any tokenizer has and none treats as special
 
 
@@ -20,7 +21,7 @@ class Load:
     which a router can tag; as token ids they have the trace's length to the token. ``concurrency``: 0 for an open
     loop, else that many at a time, reached over ``ramp_s``. ``tell_lengths``: send the trace's ``predicted_tokens``
     along (``x-predicted-tokens``). ``time_scale``: wall s per modelled s. ``timeout_s``: modelled, for one request.
-    ``api_key``: of the server.
+    ``source``: the world of an engine that is asked without a router, which cannot tell. ``api_key``: of the server.
     """
 
     model: str
@@ -33,6 +34,7 @@ class Load:
     ttft_slo_s: float = 10.0
     ramp_s: float = 0.0
     text: bool = False
+    source: str = "hardware"
     api_key: str | None = field(default=None, repr=False)
 
     def __post_init__(self):
@@ -43,6 +45,8 @@ class Load:
             number = not isinstance(value, bool) and isinstance(value, (int, float)) and value < math.inf
             if not number or not (value > 0 or value == least):
                 raise InputError(f"{name}={value!r} must be a finite number {'> 0' if least is None else '>= 0'}")
+        if self.source not in SOURCES:
+            raise InputError(f"source={self.source!r} is unknown; allowed are {' and '.join(SOURCES)}")
         if self.ramp_s and not self.concurrency:
             raise InputError("ramp_s is how a closed loop starts: give concurrency, or a trace whose arrivals ramp")
 

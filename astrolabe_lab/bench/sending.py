@@ -55,6 +55,8 @@ async def drive(
     """
     import aiohttp
 
+    if trace.empty:
+        raise InputError("the trace is empty: there is nothing to send")
     times = trace["arrived_s"].to_numpy(dtype=float)
     sent = [Sent(j, float(at - times[0])) for j, at in enumerate(times)]
     connector = aiohttp.TCPConnector(limit=0)

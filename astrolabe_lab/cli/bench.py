@@ -64,7 +64,7 @@ def bench(args: argparse.Namespace) -> tuple[dict, str]:
         trace = length.attach(trace, args.lengths, args.seed)
     load = Load(
         args.model, args.exact, args.concurrency, tells, args.time_scale, args.timeout_s, args.seed, args.ttft_slo_s,
-        args.ramp_s, os.environ.get("ASTROLABE_API_KEY") or None,
+        args.ramp_s, False, args.source, os.environ.get("ASTROLABE_API_KEY") or None,
     )  # fmt: skip
     verdicts = asyncio.run(_gates(args, engines, load))
     keep = out.with_name(out.name + ".rows.jsonl")
@@ -102,7 +102,8 @@ def bench(args: argparse.Namespace) -> tuple[dict, str]:
 
 
 def _places(args) -> tuple[list[str], list[str]]:
-    """(the engines' URLs, their pace files); fills in model and time scale."""
+    """(the engines' URLs, their pace files); fills in model, time scale and source."""
+    args.source = "hardware"
     if not args.cluster:
         args.model, args.time_scale = args.model or "emulated", args.time_scale or 1.0
         return args.engines.split(",") if args.engines else [], []
@@ -110,6 +111,7 @@ def _places(args) -> tuple[list[str], list[str]]:
 
     cluster = read_cluster(args.cluster)
     args.model, args.time_scale = args.model or cluster.model, args.time_scale or cluster.time_scale
+    args.source = cluster.world
     return [e["url"] for e in cluster.engines], [e["pace"] for e in cluster.engines if "pace" in e]
 
 

@@ -56,7 +56,8 @@ async def _send(cluster: Cluster, trace: pd.DataFrame, **how) -> pd.DataFrame:
     """The trace to each engine, side by side."""
     import pandas as pd
 
-    loads = [bench.Load(cluster.model, time_scale=cluster.time_scale, seed=i, **how) for i in range(len(cluster.urls))]
+    same = {"time_scale": cluster.time_scale, "source": cluster.world, **how}
+    loads = [bench.Load(cluster.model, seed=i, **same) for i in range(len(cluster.urls))]
     frames = await asyncio.gather(
         *(bench.drive(url, trace, load) for url, load in zip(cluster.urls, loads, strict=True))
     )

@@ -26,13 +26,14 @@ def convert(gguf: str | Path, folder: str | Path) -> Path:
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise InputError(f"a GGUF model needs {', '.join(missing)}: make vllm, and {INSTALL}")
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     unfinished = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     try:
         where = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name, "local_files_only": True}
-        read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16)
-        del read.config.quantization_config  # it says how the file was; what is written is plain
+        whole = GgufConfig(dequantize=True)
+        read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, quantization_config=whole)
+        # A copy: what was read from GGUF remembers that, and refuses to be saved.
         plain = AutoModelForCausalLM.from_config(read.config, dtype=torch.bfloat16)
         plain.load_state_dict(read.state_dict())
         plain.save_pretrained(unfinished)

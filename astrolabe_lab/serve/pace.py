@@ -9,6 +9,7 @@ import numpy as np
 
 from astrolabe_lab.errors import InputError
 
+LATE_SHARE = 0.05  # of the modelled time: past this the host does not keep up, and what is measured is the host
 PACE = np.dtype([("steps", "f8"), ("modelled_s", "f8"), ("late_s", "f8"), ("latest_s", "f8")])
 
 

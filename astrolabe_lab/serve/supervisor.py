@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.serve.engine_process import Engine
-from astrolabe_lab.serve.pace import read_pace
+from astrolabe_lab.serve.pace import LATE_SHARE, read_pace
 
 MOST_RESTARTS = 3  # of one engine within FORGIVEN_S, then it stays down: it dies of something that lasts
 FORGIVEN_S = 600.0
-LATE_SHARE = 0.05  # of the modelled time: past this the host does not keep up
 PACE_S = 10.0
 
 

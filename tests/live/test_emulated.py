@@ -31,7 +31,7 @@ def requests(sizes, gap_s=0.0):
 def send(cluster, trace, **options):
     """(result frame, steps of engine 0, share by which its steps took longer than modelled)."""
     since = cluster.marks()
-    load = bench.Load(cluster.model, time_scale=cluster.time_scale, **options)
+    load = bench.Load(cluster.model, time_scale=cluster.time_scale, source="emulated", **options)
     frame = bench.run(cluster.urls[0], trace, load)
     assert (frame["status"] == "ok").all(), frame["reason"].unique()
     steps = cluster.steps(since)

@@ -14,7 +14,7 @@ import pytest
 from astrolabe_lab import bench, cli
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.measure import summarise
-from astrolabe_lab.serve import engine_cost, journal
+from astrolabe_lab.serve import engine_cost, gguf_model, journal
 from astrolabe_lab.serve.cluster_file import read_cluster
 from astrolabe_lab.serve.launch import launch
 from astrolabe_lab.serve.published import StatusReader
@@ -122,3 +122,18 @@ def test_a_request_with_a_seed_ends_its_engine_which_is_started_again_and_answer
     assert StatusReader(engine.status).epoch != before
     assert ask(engine.url, **greedy)["choices"][0]["text"] == answer
     assert not real.lost and real.engines[1].starts == 1
+
+
+@pytest.mark.skipif(gguf_model.find_smollm2() is None, reason=f"SmolLM2's weights are not here: {gguf_model.INSTALL}")
+def test_smollm2_answers_a_question_as_a_model_does(tmp_path):
+    with (
+        launch(1, world="hardware", model="smollm2", engine="max_num_seqs=4,max_model_len=1024", folder=tmp_path / "c",
+               timeout_s=900) as cluster,
+        routing(cluster, "least_loaded") as url,
+    ):  # fmt: skip
+        openai = pytest.importorskip("openai")
+        client = openai.OpenAI(base_url=url + "/v1", api_key="none", max_retries=0)
+        question = {"role": "user", "content": "What is the capital of France? Answer in one word."}
+        said = client.chat.completions.create(model="smollm2", messages=[question], temperature=0, max_tokens=40)
+        assert "Paris" in said.choices[0].message.content
+        assert all(one.ok for one in asyncio.run(bench.check(cluster.urls, "smollm2")))
