@@ -53,6 +53,7 @@ SMALL = {
         "rates": [2.5, 4.0],
         "window": 100,
     },
+    "30_calibrate": {"engine": "max_num_seqs=8,num_gpu_blocks=256", "budget_s": 60.0, "jitters_ms": [0.0, 2.0]},
 }
 LIVE = {"22_real_model"}  # start vLLM engines
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
@@ -220,6 +221,14 @@ def test_the_drift_notebook_finds_both_changes_and_leaves_their_journals(execute
     for change in ("longer", "reasoning"):
         observed = read_observed(executed("12_drift").with_name(f"{change}.jsonl"))
         assert len(observed) == 1200 and observed.prompt.notna().all()
+
+
+def test_the_calibration_of_the_notebook_finds_what_the_engine_was_made_of(executed):
+    folder = executed("30_calibrate").parent
+    constants, grid = (pd.read_parquet(folder / f"{name}.parquet") for name in ("constants", "grid"))
+    assert constants.covered.mean() >= 0.75
+    assert grid.error_pct.abs().max() < 8 and grid[~grid.mixed].error_pct.abs().max() < 3
+    assert json.loads((folder / "calibration.json").read_text())["kind"] == "astrolabe calibration"
 
 
 def test_together_they_make_one_report(executed, tmp_path):

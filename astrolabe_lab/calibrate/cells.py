@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from astrolabe_lab.calibrate.probe import Answer, Probe
+from astrolabe_lab.calibrate.step_ends import step_ends
 
 STEPS = 24  # decode steps that a window should span
 
@@ -84,24 +85,16 @@ class Decode:
         return rough.prefill(self.batch * self.prompt_tokens) + steps * rough.decoding(self.batch)
 
     def read(self, answers: list[Answer], burst: int, room: int) -> list[Observation]:
-        begin = max(a.first_s for a in answers)
-        end = min(a.last_s for a in answers)
-        paces, context = [], 0.0
-        for answer in answers:
-            within = np.flatnonzero((answer.times >= begin) & (answer.times <= end))
-            if len(within) < 2:
-                return []
-            first, last = within[0], within[-1]
-            steps = answer.tokens[last] - answer.tokens[first]
-            if steps < STEPS // 2:
-                return []
-            paces.append((answer.times[last] - answer.times[first]) / steps)
-            # token t is emitted by the step that has prompt + t - 2 tokens before it
-            context += self.prompt_tokens + (answer.tokens[first] + 1 + answer.tokens[last]) / 2 - 2
-        ran = float(np.median([a.tokens[-1] for a in answers]))
-        times = min(STEPS, ran)
-        counted = Steps(False, self.batch, self.batch, context, 0.0, times)
-        return [Observation(float(np.median(paces)) * times, (counted,), self, burst)]
+        begin, over = max(a.first_s for a in answers), min(a.last_s for a in answers)
+        numbers, ends, shifts = step_ends(answers, begin, over)
+        if len(numbers) <= STEPS // 2:
+            return []
+        steps = int(numbers[-1] - numbers[0])
+        # The step that brings token t of a stream has prompt + t - 2 of its tokens before it.
+        middle = (numbers[0] + 1 + numbers[-1]) / 2
+        context = float(np.sum(self.prompt_tokens + middle + shifts - 2))
+        counted = Steps(False, self.batch, self.batch, context, 0.0, steps)
+        return [Observation(float(ends[-1] - ends[0]), (counted,), self, burst)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,42 +131,36 @@ class Mixed:
         watching, sent = answers[: self.witnesses], answers[self.witnesses :]
         ready = max(a.first_s for a in watching)
         over = min(a.last_s for a in watching)
-        found = []
-        before = ready
+        stepping = step_ends(watching, ready, over)
+        found, before = [], ready
         for at, answer in enumerate(sent):
-            if not len(answer.times):
+            if not len(answer.times) or not len(stepping[0]):
                 continue
-            after = sent[at + 1].sent_s if at + 1 < len(sent) else over
-            if before <= answer.sent_s and answer.first_s <= min(after, over):
-                found += self._window(watching, answer, before, min(after, over), burst, room)
+            after = min(over, sent[at + 1].sent_s if at + 1 < len(sent) else over)
+            if before <= answer.sent_s and answer.first_s <= after:
+                found += self._window(stepping, answer, before, after, burst, room)
             before = answer.first_s
         return found
 
-    def _window(self, watching, answer, before, after, burst, room) -> list[Observation]:
-        """From a witness's last token before the prompt was sent to its second after the prompt's own."""
-        seconds, counts, context = [], [], 0.0
-        for witness in watching:
-            first = np.searchsorted(witness.times, answer.sent_s) - 1
-            last = np.searchsorted(witness.times, answer.first_s) + 1
-            if first < 0 or last >= len(witness.times) or witness.times[first] < before or witness.times[last] > after:
-                return []
-            seconds.append(witness.times[last] - witness.times[first])
-            counts.append(int(witness.tokens[last] - witness.tokens[first]))
-            context += self.prompt_tokens + (witness.tokens[first] + 1 + witness.tokens[last]) / 2 - 2
-        count = int(np.median(counts))
-        seconds = np.array(seconds)[np.array(counts) == count]
-        n = answer.probe.prompt_tokens
-        chunks = list(chunked(n, room - self.witnesses))
-        plain = count - len(chunks)
-        if plain < 0 or not len(seconds):
+    def _window(self, stepping, answer, before, after, burst, room) -> list[Observation]:
+        """From the last step that ended before the prompt was sent to the second one after its first token."""
+        numbers, ends, shifts = stepping
+        first = np.searchsorted(ends, answer.sent_s) - 1
+        last = np.searchsorted(ends, answer.first_s) + 1
+        if first < 0 or last >= len(ends) or ends[first] < before or ends[last] > after:
             return []
-        d = self.witnesses
-        steps = [
-            Steps(True, c + d, d + 1, context + kv, c * kv + c * c / 2) for kv, c in chunks
-        ]  # fmt: skip
+        n, d = answer.probe.prompt_tokens, self.witnesses
+        chunks = list(chunked(n, room - d))
+        plain = int(numbers[last] - numbers[first]) - len(chunks)
+        if plain < 0:
+            return []
+        middle = (numbers[first] + 1 + numbers[last]) / 2
+        context = float(np.sum(self.prompt_tokens + middle + shifts - 2))
+        steps = [Steps(True, c + d, d + 1, context + kv, c * kv + c * c / 2) for kv, c in chunks]
         if plain:
             steps.append(Steps(False, d, d, context, 0.0, plain))
-        return [Observation(float(np.median(seconds)), tuple(steps), (self.witnesses, self.prompt_tokens, n), burst)]
+        seconds = float(ends[last] - ends[first])
+        return [Observation(seconds, tuple(steps), (self.witnesses, self.prompt_tokens, n), burst)]
 
 
 @dataclass(frozen=True, slots=True)

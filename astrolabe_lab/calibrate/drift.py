@@ -10,7 +10,7 @@ import numpy as np
 
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.sim.state import RUNNING
-from astrolabe_lab.sim.status import Status
+from astrolabe_lab.sim.status import HEADER, ROW, Status
 
 
 @dataclass
@@ -112,3 +112,29 @@ class DriftMonitor:
                 ratio.add_metric([str(index)], watch.ratio)
             alarm.add_metric([str(index)], int(watch.alarm))
         return ratio, alarm
+
+
+def looks_until_alarm(cost: StepCost, slower: float, config, most: int = 400, every_s: float = 0.25) -> int | None:
+    """After how many looks the alarm is raised for an engine that decodes with half its seats, each step ``slower``
+    times as long as ``cost`` says; None where ``most`` looks raise none."""
+    watch, streams, prompt = DriftWatch(cost), max(1, config.max_num_seqs // 2), 64
+    now_s, generated, look_s = 0.0, 1, 0.0
+    for look in range(1, most + 1):
+        look_s += every_s
+        while now_s < look_s:
+            now_s += slower * cost.step_seconds(streams, streams, streams * (prompt + generated - 1))
+            generated += 1
+        watch.look(_decoding(streams, prompt, generated), now_s)
+        if watch.alarm:
+            return look
+    return None
+
+
+def _decoding(streams: int, prompt: int, generated: int) -> Status:
+    """The status of an engine in which so many equal streams decode."""
+    rows = np.zeros(streams, ROW)
+    rows["rid"], rows["state"] = np.arange(streams), RUNNING
+    rows["prompt"], rows["generated"], rows["computed"] = prompt, generated, prompt + generated - 1
+    header = np.zeros(1, HEADER)
+    header["n_running"] = header["n_rows"] = streams
+    return Status(header, rows)

@@ -20,7 +20,7 @@ from astrolabe_lab.rng import stream
 STEP_NOISE = 0.004  # relative noise of a window that arrivals do not explain
 BEND = 0.02  # a regime whose cells miss a linear model by more is tabulated
 RESAMPLES = 120
-FLOOR = 0.001  # no interval is narrower than this share of its estimate, on either side
+FLOOR = 0.005  # no interval is narrower than this share of its estimate, on either side
 COUNTS = {"decode": ("per_seq_s", "per_kv_token_s"), "mixed": ("per_seq_s", "per_kv_token_s", "attention_s")}
 
 
@@ -93,8 +93,8 @@ def _half(draws, best, freedom: int):
     """Half the width of a 95 % interval, of values resampled on bursts."""
     from scipy.stats import t
 
-    spread = np.std(draws, axis=0, ddof=1)
-    return np.maximum(t.ppf(0.975, max(freedom, 2)) * spread, FLOOR * np.abs(best))
+    spread = np.sqrt(np.mean((np.asarray(draws) - best) ** 2, axis=0))
+    return np.maximum(t.ppf(0.975, max(freedom, 4)) * spread, FLOOR * np.abs(best))
 
 
 class _Model:
@@ -169,21 +169,25 @@ class _Model:
         return n * np.log(max(float(np.mean(clipped**2)), 1e-18)) + len(found) * np.log(n)
 
     def resample(self, best: np.ndarray, seed: int) -> tuple[np.ndarray, int]:
-        """(coefficients of RESAMPLES draws of whole bursts, degrees of freedom)."""
+        """(coefficients of RESAMPLES draws, degrees of freedom).
+
+        Each burst's residuals are kept or turned round as one (the wild bootstrap by clusters): what disturbs a burst
+        disturbs all its windows, and every draw keeps all that was measured.
+        """
         rng = stream(seed, "calibration resamples")
-        kinds: dict[object, list[np.ndarray]] = {}
-        for burst in np.unique(self.bursts):
-            rows = np.flatnonzero(self.bursts == burst)
-            kinds.setdefault(len(self.observations[rows[0]].steps) > 1, []).append(rows)
-        draws = np.empty((RESAMPLES, len(best)))
-        design, seconds = self.design * self.weights[:, None], self.seconds * self.weights
+        bursts, of = np.unique(self.bursts, return_inverse=True)
+        columns = len(best)
+        priced = self.design @ best
+        design = self.design * self.weights[:, None]
+        pull = np.sum(np.linalg.qr(design / np.linalg.norm(design, axis=0).clip(1e-300))[0] ** 2, axis=1)
+        residuals = (self.seconds - priced) / (
+            1 - np.minimum(pull, 0.9)
+        )  # a window that pulls hides its own error (HC3)
+        draws = np.empty((RESAMPLES, columns))
         for draw in draws:
-            rows = np.concatenate(
-                [each[j] for each in kinds.values() for j in rng.integers(0, len(each), len(each))]
-            )  # fmt: skip
-            draw[:] = solve(design[rows], seconds[rows])
-        bursts = len(np.unique(self.bursts))
-        return draws, bursts - len(best)
+            signs = rng.choice([-1.0, 1.0], len(bursts))[of]
+            draw[:] = solve(design, (priced + signs * residuals) * self.weights)
+        return draws, len(bursts) - columns
 
     def cost(self, found: np.ndarray) -> StepCost:
         values: dict[str, dict[str, float]] = {"decode": {}, "mixed": {}}

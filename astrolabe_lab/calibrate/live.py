@@ -179,6 +179,11 @@ def read_tokens(arrived: list[tuple[float, bytes]]) -> tuple[np.ndarray, np.ndar
     return np.array(times, float), np.array(tokens, int)
 
 
+def of(cluster):
+    """The target of a running cluster's first engine, to be closed after use (a context manager)."""
+    return targets_of(cluster)[0]
+
+
 def targets_of(cluster):
     """(prefill target, decode target), the same one where engines do both. Raises InputError for anything else."""
     from astrolabe_lab.serve.cluster_file import read_cluster

@@ -11,6 +11,7 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim.config import EngineConfig
 
 LONG_S = 4.0  # seconds of prefill that a burst's context may cost, at most
+WITNESSES = 6
 EDGES = (1, 8, 16, 32, 48, 64, 72, 96, 128, 136, 192, 256, 264, 384, 512, 768, 1024, 1536)  # tiles end at 64, 128, 256
 
 
@@ -53,6 +54,8 @@ class Plan:
 def plan_for(config: EngineConfig, rough: Rough, prefills: bool = True, decodes: bool = True) -> Plan:
     """The cells for an engine: batches 1..max at short and long contexts, prompts 1..chunk beside few and many
     witnesses, chunked prompts, first tokens."""
+    if config.max_num_seqs < 2:
+        raise InputError("max_num_seqs=1 cannot be calibrated: a second seat must watch how long prompts take")
     tokens = int(0.9 * config.usable_blocks) * config.block_size
     affordable = LONG_S / max(rough.token_s + rough.chunk_s / rough.room, 1e-9)
     decode = []
@@ -79,22 +82,26 @@ def plan_for(config: EngineConfig, rough: Rough, prefills: bool = True, decodes:
 
 
 def _mixed(config: EngineConfig, rough: Rough, tokens: int, affordable: float) -> list[Mixed]:
-    """One witness sees every size, several at a time; more of them, short and long, see a few; one sees long ones."""
+    """A few witnesses see every size, several at a time; many of them, on short and long contexts, see some; a few see
+    prompts of several chunks. Steps with fewer new tokens than there are witnesses count as the smallest seen."""
     room = config.max_num_batched_tokens
     edges = sorted({n for n in (*EDGES, *range(2048, room, 1024), room) if n <= room})
+    few = min(WITNESSES, config.max_num_seqs - 1)
     found = []
-    single = [n - 1 for n in edges if n >= 2]
-    for part in np.array_split(np.array(single), max(1, len(single) // 6)):
-        found.append(Mixed(1, 16, tuple(int(n) for n in part)))
-    many = min(config.max_num_seqs - 1, 16)
-    few = [n for n in (8, 64, 128, room // 2, room) if many < n - 1 and n <= room]
-    long = int(min(config.max_model_len - 600, 0.7 * tokens / many, affordable / many))
-    for prompt in (16, long):
-        if few and many > 1 and prompt > 0:
-            found.append(Mixed(many, prompt, tuple(n - many for n in few)))
-    chunks = [int(m * (room - 1)) for m in (1, 2, 4, 8) if m * (room - 1) < min(config.max_model_len - 2, affordable)]
-    if len(chunks) > 1:
-        found.append(Mixed(1, 16, tuple(chunks)))
+    sizes = sorted({1, *(n - few for n in edges if n > few)})
+    for part in np.array_split(np.array(sizes), max(1, len(sizes) // 6)):
+        if few:
+            found.append(Mixed(few, 16, tuple(int(n) for n in part)))
+    for many in sorted({min(config.max_num_seqs - 1, most) for most in (16, 160)}):
+        some = [n - many for n in (8, 64, 128, room // 2, room) if many < n - 1 and n <= room]
+        long = int(min(config.max_model_len - 600, 0.7 * tokens / many if many else 0, affordable / max(many, 1)))
+        for prompt in (16, long):
+            if some and many > 1 and prompt > 0:
+                found.append(Mixed(many, prompt, tuple(some)))
+    longest = min(config.max_model_len - 2, affordable, tokens / 2)
+    chunks = [m * (room - few) for m in (1, 2, 4, 8) if m * (room - few) < longest]
+    if few and len(chunks) > 1:
+        found.append(Mixed(few, 16, tuple(chunks)))
     return [cell for cell in found if _fits(cell.probes(rough), config)]
 
 
