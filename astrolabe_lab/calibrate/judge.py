@@ -29,6 +29,18 @@ def constants(calibration: Calibration, truth: StepCost) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["coefficient", "true", "found", "low", "high", "covered"])
 
 
+def in_short(calibration: Calibration, truth: StepCost) -> dict:
+    """What a router prices decoding with: decode_step_off_pct, slope_ms and half its interval (half_width_ms), and
+    first_token_overhead_ms, rounds."""
+    low, high = calibration.intervals["decode_slope_s"]
+    true_s = truth.step_seconds(1, 1, calibration.reference_tokens)
+    return {
+        "decode_step_off_pct": 100 * (calibration.decode_s / true_s - 1), "slope_ms": 1e3 * calibration.decode_slope_s,
+        "half_width_ms": 500 * (high - low), "first_token_overhead_ms": 1e3 * calibration.overhead_s,
+        "rounds": calibration.rounds,
+    }  # fmt: skip
+
+
 def over_the_grid(found: StepCost, truth: StepCost, config: EngineConfig) -> pd.DataFrame:
     """A row for each of many steps that the engine can schedule: mixed, new_tokens, sequences, context_tokens, true_s,
     found_s, error_pct. Batches from 1 to all seats, contexts from short to all that fits, prompts from 1 to a chunk."""
