@@ -39,7 +39,7 @@ class ScriptedEngine:
         app.router.add_get("/metrics", self.tell)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", self._port)
+        site = web.TCPSite(self._runner, "127.0.0.1", self._port, backlog=2048)
         await site.start()
         self._port = site._server.sockets[0].getsockname()[1]
         self.url = f"http://127.0.0.1:{self._port}"

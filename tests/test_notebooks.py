@@ -27,6 +27,17 @@ SMALL = {
         "models": ["constant", "prompt_ridge:vocabulary=50", "encoder:max_tokens=32,landmarks=40,vocabulary=50"],
     },
     "04_fidelity": {"requests": 60, "qps": 12.0},
+    "20_live_router": {"requests": 14, "qps": 4.0, "longest": 40, "policies": ["least_loaded", "astrolabe:k=2"]},
+    "21_predict_then_check": {
+        "instances": 2,
+        "low_qps": 2.0,
+        "high_qps": 5.0,
+        "requests": 14,
+        "probes": 5,
+        "groups": 1,
+        "longest": 40,
+        "unchunked": 1,
+    },
     "22_real_model": {
         "prompts": 60,
         "longest": 60,
@@ -55,7 +66,7 @@ SMALL = {
     },
     "30_calibrate": {"engine": "max_num_seqs=8,num_gpu_blocks=256", "budget_s": 130.0, "jitters_ms": [0.0, 2.0]},
 }
-LIVE = {"22_real_model"}  # start vLLM engines
+LIVE = {"20_live_router", "21_predict_then_check", "22_real_model"}  # start vLLM engines
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

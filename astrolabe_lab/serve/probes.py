@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,9 +42,10 @@ async def drive(router: Router, trace: pd.DataFrame, seed: int = 0) -> pd.DataFr
     """Probes of the router's available instances with the requests of ``trace`` at their times; one row a probe and
     instance.
 
-    Columns: ``rid, time_s`` (since the start), ``prompt_tokens, output_tokens, predicted_tokens, instance, in_system``
-    (requests that its status showed), ``predicted_ttft_s, predicted_e2e_s`` (of an answer of ``predicted_tokens``),
-    ``ttft_s, e2e_s, generated_tokens, status``; times in modelled s. ``trace`` needs ``predicted_tokens``
+    Columns, as of a result frame: ``rid, arrived_s`` (since the start), ``prompt_tokens, output_tokens,
+    predicted_tokens, instance, in_system`` (requests that its status showed), ``predicted_ttft_s, predicted_e2e_s`` (of
+    an answer of ``predicted_tokens``), ``first_token_s, finished_s, ttft_s, e2e_s, generated_tokens, status``; times in
+    modelled s. ``trace`` needs ``predicted_tokens``
     (``length.attach``). The router keeps a journal of them where it keeps one, so that a replay knows what all
     candidates would have given. Raises InputError for a trace without lengths.
     """
@@ -90,9 +92,10 @@ async def _one(session, router: Router, row, begun: float, seed: int) -> list[di
         *(_ask(session, router, i, e, body) for i, e in zip(available, entries, strict=True))
     )
     router.records.probed(request, answers)
+    arrived_s = now_s - begun / router.time_scale
     known = {
         "rid": request.rid,
-        "time_s": now_s - begun / router.time_scale,
+        "arrived_s": arrived_s,
         "prompt_tokens": request.prompt_tokens,
         "output_tokens": int(row.output_tokens),
         "predicted_tokens": request.predicted_tokens,
@@ -107,6 +110,8 @@ async def _one(session, router: Router, row, begun: float, seed: int) -> list[di
                 "in_system": len(status.rows),
                 "predicted_ttft_s": math.nan if foretold is None else foretold.ttft_s,
                 "predicted_e2e_s": math.nan if foretold is None else foretold.e2e_s,
+                "first_token_s": arrived_s + answer.ttft_s,
+                "finished_s": arrived_s + answer.e2e_s,
                 "ttft_s": answer.ttft_s,
                 "e2e_s": answer.e2e_s,
                 "generated_tokens": answer.generated_tokens,
@@ -138,9 +143,10 @@ async def _ask(session, router: Router, instance, entry, body: dict) -> _Answer:
 
 
 def rank_one(probes: pd.DataFrame) -> pd.DataFrame:
-    """Of every probe that all its candidates answered: ``rid, time_s, candidates, in_system`` (mean), ``predicted_best,
-    measured_best`` (instances), ``hit`` (they are the same), ``regret_s`` (measured E2E at the predicted best - that at
-    the measured best) and ``spread_s`` (worst - best measured). The mean of ``hit`` is the papers' rank-1 rate."""
+    """Of every probe that all its candidates answered: ``rid, arrived_s, candidates, in_system`` (mean),
+    ``predicted_best, measured_best`` (instances), ``hit`` (they are the same), ``regret_s`` (measured E2E at the
+    predicted best - that at the measured best) and ``spread_s`` (worst - best measured). The mean of ``hit`` is the
+    papers' rank-1 rate."""
     import pandas as pd
 
     found = []
@@ -152,7 +158,7 @@ def rank_one(probes: pd.DataFrame) -> pd.DataFrame:
         found.append(
             {
                 "rid": rid,
-                "time_s": rows["time_s"].iloc[0],
+                "arrived_s": rows["arrived_s"].iloc[0],
                 "candidates": len(rows),
                 "in_system": rows["in_system"].mean(),
                 "predicted_best": predicted,
@@ -163,3 +169,25 @@ def rank_one(probes: pd.DataFrame) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(found)
+
+
+def recognised(probes: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
+    """How well the best candidate is recognised, a row a set of probes (by name; sets with one candidate are left out):
+    ``probes, candidates, recognised_pct`` and what chance would give, ``regret_when_wrong_ms`` (mean; NaN where it
+    never was), and the mean distance from the best to the worst measured, ``best_to_worst_ms``."""
+    import pandas as pd
+
+    rows = {}
+    for name, found in probes.items():
+        ranks = rank_one(found)
+        if ranks.empty:
+            continue
+        rows[name] = {
+            "probes": len(ranks),
+            "candidates": int(ranks["candidates"].max()),
+            "recognised_pct": 100.0 * ranks["hit"].mean(),
+            "by_chance_pct": 100.0 * (1.0 / ranks["candidates"]).mean(),
+            "regret_when_wrong_ms": 1e3 * ranks.loc[~ranks["hit"], "regret_s"].mean(),
+            "best_to_worst_ms": 1e3 * ranks["spread_s"].mean(),
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")
