@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 from encoders import tiny_bert
 
 from astrolabe_lab import cli, length
+from astrolabe_lab.cli.length import COMMANDS
 from astrolabe_lab.errors import InputError
 
 pytestmark = pytest.mark.length
@@ -275,22 +277,26 @@ def test_a_checkpoint_of_another_run_is_not_taken_up(bert, tmp_path):
     assert finetune.LEVELS[finetune.MIDDLE] == 0.5
 
 
-def test_the_papers_setting_is_one_command(bert, tmp_path, capsys):
-    """The command that trains RoBERTa-base on ShareGPT, end to end, on a small encoder and small data."""
+def test_the_papers_setting_is_one_command(tmp_path, capsys):
+    """The command that --help tells for RoBERTa-base on ShareGPT, word for word but for four names."""
     prompts, lengths, _ = answers(60)
     text = [
         {"conversations": [{"from": "human", "value": p}, {"from": "gpt", "value": "word " * int(n)}]}
         for p, n in zip(prompts, lengths, strict=True)
     ]
     (tmp_path / "ShareGPT.json").write_text(json.dumps(text))
-    out = tmp_path / "model"
-    words = ["length", "train", "--data", str(tmp_path / "ShareGPT.json"), "--limit", "50", "--out", str(out)]
-    words += ["--model", f"encoder:encoder={bert},fine_tune=true,max_tokens=32,epochs=1", "--json"]
-    assert cli.main(words) == 0
+    out, bert = tmp_path / "model", tiny_bert(tmp_path / "bert", WORDS, longest=512)
+    told = COMMANDS["train"][1].partition("the paper's setting")[2].partition("\n")[2].replace("\\\n", " ")
+    for paper, small in (
+        ("ShareGPT.json", tmp_path / "ShareGPT.json"), ("50000", 50), ("outputs/length", out), ("roberta-base", bert)
+    ):  # fmt: skip
+        assert paper in told
+        told = told.replace(paper, str(small))
+    assert cli.main([*shlex.split(told)[1:], "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["n_train"] + record["n_test"] <= 50 and record["mae"] > 0
+    assert (record["n_train"], record["n_test"]) == (40, 10) and record["mae"] > 0
     params = json.loads((out / "model.json").read_text())["params"]
-    assert (params["learning_rate"], params["batch_size"]) == (1e-5, 8)  # the paper's
+    assert (params["learning_rate"], params["batch_size"], params["epochs"]) == (1e-5, 8, 10)  # the paper's
     assert length.load(out).predict(["list something"]).shape == (1,)
     assert not (tmp_path / "model.checkpoint" / "checkpoint.safetensors").exists()
 

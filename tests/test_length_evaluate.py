@@ -2,12 +2,17 @@
 
 import json
 import math
+import shlex
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from astrolabe_lab import cli, length
+from astrolabe_lab.cli import feedback as cli_feedback
+from astrolabe_lab.cli import length as cli_length
+from astrolabe_lab.cli import tag as cli_tag
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length import data, metrics
@@ -336,6 +341,18 @@ def test_answers_of_one_length_leave_nothing_to_gain_and_that_is_said(command, t
 def test_wrong_words_end_with_code_2(words, says, capsys):
     assert cli.main(["length", "evaluate", *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_every_command_that_help_and_readme_tell_is_one_that_is_taken():
+    texts = [example for module in (cli_length, cli_feedback) for _, example, _ in module.COMMANDS.values()]
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    texts += [readme.partition("## How long will the answer be?")[2].partition("\n## ")[0], cli_tag.EXAMPLE]
+    lines = [line.strip() for text in texts for line in text.replace("\\\n", " ").splitlines()]
+    told = [line for line in lines if line.startswith("astrolabe ")]
+    assert len(told) > 12
+    for line in told:
+        words = shlex.split(line, comments=True)
+        cli.build_parser().parse_args([word for word in words[1:] if word != "&"])
 
 
 # --- published data -------------------------------------------------------------------------------------------
