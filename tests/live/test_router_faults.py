@@ -13,7 +13,8 @@ import pytest
 
 from astrolabe_lab import bench
 from astrolabe_lab.serve import in_process, journal
-from live.test_stack import router, trace_of
+
+from .test_stack import router, trace_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
