@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from astrolabe_lab.disagg.marginal_cost import MarginalCost
 from astrolabe_lab.disagg.policies import LeastLoadedPair, LengthThreshold, RandomPair, RoundRobinPair
+from astrolabe_lab.disagg.predicted import PredictedPair
 from astrolabe_lab.errors import InputError
 
 NAMES = {
@@ -15,6 +16,7 @@ NAMES = {
     "least_loaded": LeastLoadedPair,
     "length_threshold": LengthThreshold,
     "marginal_cost": MarginalCost,
+    "predicted": PredictedPair,
 }
 
 

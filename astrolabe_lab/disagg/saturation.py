@@ -78,3 +78,32 @@ def find(
     qps = min(seen, key=lambda rate: abs(goodput(rate) - target))
     mean, below, above = measure.interval(seen[qps]["goodput_share"], 0.95, "auto")
     return Anchor(qps, float(mean), float(below), float(above), target, pd.concat(seen.values(), ignore_index=True))
+
+
+def anchors(
+    families: Sequence[str],
+    slopes_s: Sequence[float],
+    requests: int,
+    seeds: Sequence[int] = (0, 1, 2),
+    **options: object,
+) -> tuple[dict[str, dict[float, float]], pd.DataFrame]:
+    """({family: {decode slope in s: requests a second}}, a row per anchor): the paper's pools at every slope.
+
+    ``options`` go to ``find``. Columns of the frame: ``family, decode_slope_s, qps, goodput, low, high, runs``.
+    """
+    import pandas as pd
+
+    from astrolabe_lab.disagg.studies import settings
+
+    found: dict[str, dict[float, float]] = {}
+    rows = []
+    for family in families:
+        start_qps = options.get("start_qps", 8.0)
+        for slope_s in slopes_s:
+            given = settings(requests, family, decode_slope_s=slope_s)
+            anchor = find(given, seeds=seeds, **options | {"start_qps": start_qps})
+            start_qps = anchor.qps  # the next slope's is not far
+            found.setdefault(family, {})[slope_s] = anchor.qps
+            rows.append((family, slope_s, anchor.qps, anchor.goodput, anchor.low, anchor.high, len(anchor.probes)))
+    names = ["family", "decode_slope_s", "qps", "goodput", "low", "high", "runs"]
+    return found, pd.DataFrame(rows, columns=names)
