@@ -8,7 +8,6 @@ needs predicted lengths says so with a class attribute ``needs_lengths = True``.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -75,7 +74,7 @@ class LengthThreshold:
     window: int = 1000
     reserve: int = 0
     count: int = field(default=0, repr=False)
-    recent: deque = field(default_factory=deque, repr=False)
+    recent: list = field(default_factory=list, repr=False)
     ranked: list = field(default_factory=list, repr=False)  # the same, sorted
     needs_lengths: ClassVar[bool] = True
 
@@ -105,6 +104,6 @@ class LengthThreshold:
         self.recent.append(tokens)
         insort(self.ranked, tokens)
         if len(self.recent) > self.window:
-            del self.ranked[bisect_left(self.ranked, self.recent.popleft())]
+            del self.ranked[bisect_left(self.ranked, self.recent.pop(0))]
         middle = len(self.ranked) // 2
         return (self.ranked[middle] + self.ranked[~middle]) / 2

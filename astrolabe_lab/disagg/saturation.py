@@ -18,8 +18,8 @@ MOST_QPS = 4096.0
 
 @dataclass(frozen=True)
 class Anchor:
-    """``qps``: where the policy's mean goodput share is ``goodput``, the probed one next to ``target``; ``low``,
-    ``high``: its 95 % interval over seeds; ``probes``: a row per run that was made to find it."""
+    """``qps``: where the policy's mean goodput share is ``goodput``, of the two last rates the one next to ``target``;
+    ``low``, ``high``: its 95 % interval over seeds; ``probes``: a row per run that was made to find it."""
 
     qps: float
     goodput: float
@@ -75,7 +75,7 @@ def find(
     while high / low > 1 + tolerance:
         middle = math.sqrt(low * high)
         low, high = (middle, high) if goodput(middle) >= target else (low, middle)
-    qps = min(seen, key=lambda rate: abs(goodput(rate) - target))
+    qps = min((low, high), key=lambda rate: abs(goodput(rate) - target))
     mean, below, above = measure.interval(seen[qps]["goodput_share"], 0.95, "auto")
     return Anchor(qps, float(mean), float(below), float(above), target, pd.concat(seen.values(), ignore_index=True))
 

@@ -1,0 +1,140 @@
+"""Saturation search, sweep definitions, winners, and the second paper's numbers."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import astrolabe_lab as lab
+from astrolabe_lab.disagg import compare, published, saturation, studies
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.sweep.plan import planned
+
+ANCHORS = {5.5e-5: 20.0, 4e-4: 14.0}
+GRIDS = {
+    "bursty": (lambda: studies.bursty(ANCHORS, [0, 1], 50), 2 * 5 * 2),
+    "calibration": (lambda: studies.calibration(ANCHORS, [0, 1], 50), 2 * 2 * 2 * 2),
+    "families": (lambda: studies.families({"mixed": ANCHORS, "chat": ANCHORS}, [0], 50), 2 * 2 * 5),
+    "width": (lambda: studies.width(ANCHORS, [0], 50), 2 * 3 * 5),
+    "gpus": (lambda: studies.gpus(ANCHORS, [0], 50), 2 * 6 * 5),
+    "starved": (lambda: studies.starved([6, 9], studies.SLOPES_S, [0], 50, (0.05, 1.0)), 2 * 3 * 2 * 5),
+    "load": (lambda: studies.load(ANCHORS, [0], 50), 2 * 5 * 5),
+    "ablation": (lambda: studies.ablation(ANCHORS, [0], 50), 2 * 2 * 7),
+    "length_error": (lambda: studies.length_error(ANCHORS, [0], 50), 2 * 4 * 2),
+    "kv_budget": (lambda: studies.kv_budget(ANCHORS, [0], 50), 2 * 4 * 6),
+    "services": (lambda: studies.services({("serial", "chat"): 0.5, ("exact", "chat"): 30}, [0], 50), 2 * 4),
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_each_study_is_a_grid_whose_runs_can_be_made(name):
+    make, runs = GRIDS[name]
+    found, _ = planned(make())
+    assert len(found) == runs
+    assert len({run.content()["key"] for run in found}) == runs
+
+
+def test_studies_pair_policies_on_the_same_requests():
+    rows = lab.sweep.run(studies.bursty({4e-4: 14.0}, [0, 1], 60), workers=1, progress=False)
+    assert rows.groupby(["qps", "seed"])["workload"].nunique().eq(1).all()
+    table = compare.means(rows, by=["policy"])
+    assert (table["spread"] >= 0).all() and table["seeds"].eq(2).all()
+
+
+def test_the_search_ends_between_rates_on_both_sides_of_its_target():
+    given = studies.settings(150, decode_slope_s=4e-4)
+    anchor = saturation.find(given, seeds=(0, 1), tolerance=0.1)
+    by_rate = anchor.probes.groupby("qps")["goodput_share"].mean()
+    below, above = by_rate[by_rate >= 0.8].index.max(), by_rate[by_rate < 0.8].index.min()
+    assert below < above <= 1.1 * below * 1.0001
+    assert anchor.qps in (below, above) and anchor.low <= anchor.goodput <= anchor.high
+    assert anchor.goodput == pytest.approx(by_rate[anchor.qps])
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "told"),
+    [
+        ({}, {"target": 1.5}, "between 0 and 1"),
+        ({"slo": {"ttft_s": 1e-6}}, {}, "out of reach"),
+        ({"slo": {"ttft_s": 1e9}}, {"start_qps": 2000.0}, "never collapses"),
+    ],
+)
+def test_a_search_that_cannot_end_says_so(given, options, told):
+    with pytest.raises(InputError, match=told):
+        saturation.find(studies.settings(5) | given, seeds=(0,), **options)
+
+
+def rows_of(values):
+    """A summary of made-up goodputs, ``{policy: one a seed}``."""
+    return pd.DataFrame(
+        [
+            {"policy": policy, "qps": 1.0, "seed": seed, "goodput_share": value}
+            for policy, shares in values.items()
+            for seed, value in enumerate(shares)
+        ]
+    )
+
+
+def test_there_is_no_winner_inside_the_noise():
+    rng = np.random.default_rng(0)
+    base = rng.normal(0.8, 0.05, 6)
+    clear = rows_of({"a": base, "b": base + 0.05 + rng.normal(0, 0.003, 6)})
+    noisy = rows_of({"a": base, "b": base + 0.005 + rng.normal(0, 0.03, 6)})
+    assert compare.winners(clear).iloc[0].to_dict() | {"mean": None} == {
+        "best": "b", "mean": None, "undecided": "", "winner": "b"
+    }  # fmt: skip
+    found = compare.winners(noisy).iloc[0]
+    assert found["winner"] == "" and found["undecided"] in ("a", "b")
+    assert compare.winners(clear)["mean"][0] == pytest.approx(clear.loc[clear.policy == "b", "goodput_share"].mean())
+
+
+def test_gains_are_points_over_the_baseline_with_intervals_that_hold_them():
+    summary = rows_of({"a": [0.7, 0.8, 0.75], "b": [0.72, 0.83, 0.77]})
+    row = compare.gains(summary, "a").iloc[0]
+    assert row["mean"] == pytest.approx(100 * (0.02 + 0.03 + 0.02) / 3)
+    assert row["low"] < row["mean"] < row["high"]
+
+
+def test_rolling_tails_take_the_requests_that_arrived_in_each_window():
+    results = pd.DataFrame(
+        {"policy": "a", "arrived_s": [0.0, 1.0, 9.9, 10.0, 19.0], "ttft_s": [0.1, 0.3, 0.2, 0.5, np.nan]}
+    )
+    table = compare.rolling_tail(results, window_s=10.0)
+    assert table["ttft_s"].tolist() == [0.3, np.inf]
+    assert table["sent"].tolist() == [3, 2] and table["at_s"].tolist() == [5.0, 15.0]
+    with pytest.raises(InputError, match="window_s"):
+        compare.rolling_tail(results, window_s=0)
+
+
+def test_residuals_are_simulated_minus_measured_and_bounds_count_only_from_below():
+    rows = [
+        {
+            "service": "exact",
+            "trace": f"family:{family}",
+            "policy": policy,
+            "seed": 0,
+            "qps": 1.0,
+            "goodput_share": value,
+        }
+        for family, policy, value in [
+            ("mixed", "marginal_cost", 0.9),
+            ("documents", "least_loaded", 0.8),
+            ("documents", "marginal_cost", 0.6),
+            ("chat", "round_robin", 0.5),  # not known
+        ]
+    ]
+    found = published.residuals(pd.DataFrame(rows)).set_index(["family", "policy"])["residual"]
+    assert found.to_dict() == pytest.approx(
+        {
+            ("mixed", "marginal_cost"): 0.9 - 0.864,
+            ("documents", "least_loaded"): 0.0,
+            ("documents", "marginal_cost"): 0.6 - 0.695,
+        }
+    )
+
+
+def test_the_papers_numbers_agree_with_each_other():
+    table = published.cells("families").set_index(["setting", "policy"])["value"]
+    for family, winner in published.WINNERS.items():
+        assert table[family].idxmax() == winner
+    assert np.mean([0.860, 0.877, 0.855]) == pytest.approx(table["mixed", "marginal_cost"], abs=5e-4)
+    assert published.cells()["value"].between(0, 1).all()
