@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made on first use and brought up to date when the pins change.
-.PHONY: help install run grid test lab bench bench-peers bench-router soak length ray vllm lint strip clean
+.PHONY: help install run grid test lab bench bench-peers bench-router soak length ray vllm nixl lint strip clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -26,6 +26,7 @@ help:
 	@echo "make bench-router  what a router adds to a request's first token"
 	@echo "make soak     half an hour of load on emulated engines (SOAK_ARGS='--minutes 5 --engines 2')"
 	@echo "make vllm     vLLM's CPU build, for the tests against its own scheduler (3.5 GB)"
+	@echo "make nixl     NIXL beside it, for KV transfers between real engines"
 	@echo "make length   PyTorch, transformers, datasets and a small encoder, for length models (1 GB)"
 	@echo "make ray      Ray, to spread sweeps over machines"
 	@echo "make lint     ruff, and notebooks without outputs"
@@ -94,6 +95,14 @@ vllm: .venv/.vllm
 	  echo "error: if torch 2.13.0+cpu was not found, name PyTorch's CPU wheel index in PIP_EXTRA_INDEX_URL" >&2; exit 1; }
 	@$(PIP) uninstall --yes torchvision torchaudio torchcodec
 	@$(BIN)/python -c 'import vllm; print("==> vLLM", vllm.__version__, "imports")'
+	@touch $@
+
+nixl: .venv/.nixl
+
+# Without dependencies: it would bring CUDA builds along. The CPU needs one of its two halves to be there, not to work.
+.venv/.nixl: .venv/.vllm
+	@$(PIP) install -c constraints.txt --no-deps nixl nixl-cu12
+	@$(BIN)/python -c 'import nixl; print("==> NIXL imports")'
 	@touch $@
 
 lint: .venv/.installed

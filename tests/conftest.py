@@ -51,7 +51,7 @@ NEEDS = {
     ),
     "nixl": (
         lambda: importlib.util.find_spec("nixl") is not None,
-        "NIXL is not installed: pip install -c constraints.txt --no-deps nixl nixl-cu12",
+        "NIXL is not installed: make nixl",
     ),
     "gpu": (_has_gpu, "nvidia-smi lists no GPU"),
     "shared": (lambda: find_shared() is not None, "no ../shared/data, nor ASTROLABE_SHARED"),

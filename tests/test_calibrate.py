@@ -140,8 +140,8 @@ def test_a_calibration_of_another_model_device_or_flag_is_refused_by_name(exact)
         exact.require(flags={"dtype": "fp8"})
 
 
-def test_a_preset_made_of_it_simulates(exact):
-    made = exact.preset()
+def test_a_preset_made_of_it_simulates(exact, tmp_path):
+    made = preset(str(exact.save(tmp_path / "c.json")))
     assert made.cost == exact.cost and made.engine["num_gpu_blocks"] == 512
     assert EngineConfig.from_dict(made.engine) == CONFIG
     assert isinstance(exact, Calibration)

@@ -11,6 +11,7 @@ import pytest
 from scripted_pools import scripted_pools
 
 from astrolabe_lab import InputError
+from astrolabe_lab.disagg import routers
 from astrolabe_lab.disagg.constants import PAPER
 from astrolabe_lab.disagg.policies import LeastLoadedPair, RoundRobinPair
 from astrolabe_lab.serve import journal
@@ -19,6 +20,7 @@ from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.listen import listening
 from astrolabe_lab.serve.pools import handoff
 from astrolabe_lab.serve.pools.records import rows
+from astrolabe_lab.serve.pools.replay import replay
 from astrolabe_lab.serve.pools.router import PoolRouter
 from astrolabe_lab.serve.prompt_tokens import ByBytes
 from astrolabe_lab.sim.config import EngineConfig
@@ -291,6 +293,40 @@ def test_chaos_loses_nothing_and_leaks_nothing(tmp_path):
     assert not (frame["status"] == "unfinished").any()
     assert set(frame["status"]) >= {"ok", "aborted"}
     assert sum(counters.outcomes.values()) - counters.outcomes["retried"] == len(frame)
+
+
+def test_a_last_try_that_computes_the_prompt_itself_gives_the_blocks_back(tmp_path):
+    async def story():
+        async with scripted_pools(1, 2) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            decode[0].script = "die_pulling"
+            assert (await ask(session, url))[0] == 200
+            assert decode[1].alone == 1 and router.counters.recomputed == 1
+            await settled(router, prefill)
+            assert not prefill[0].held and router.counters.released == 1
+            async with session.get(url + "/metrics") as answer:
+                text = await answer.text()
+            assert "astrolabe_recomputed_total 1.0" in text and "astrolabe_released_total 1.0" in text
+
+    run(story())
+    assert list(rows(tmp_path / "j")["status"]) == ["ok"]
+
+
+@pytest.mark.parametrize("spec", ["least_loaded", "random", "marginal_cost"])
+def test_a_journal_replays_to_the_choices_that_were_made(tmp_path, spec):
+    async def story():
+        pools = scripted_pools(2, 3, token_s=0.005)
+        async with (
+            pools as (prefill, decode),
+            routed((prefill, decode), tmp_path / "j", routers.parse(spec)) as (_, session, url),
+        ):
+            await asyncio.gather(*(ask(session, url, prompt="x" * 40 * j, max_tokens=8) for j in range(1, 25)))
+
+    run(story())
+    again = replay(tmp_path / "j", routers.parse(spec))
+    assert len(again) == 24 and again["same"].all()
+    if spec == "least_loaded":
+        assert not replay(tmp_path / "j", routers.parse("random"))["same"].all()
 
 
 def test_bodies_of_the_two_steps_leave_the_client_s_own_alone():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.calibrate.probe import Described
-from astrolabe_lab.cost import Preset, StepCost
+from astrolabe_lab.cost import CALIBRATION, Preset, StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.record import write_whole
 from astrolabe_lab.sim.config import EngineConfig
@@ -17,7 +17,7 @@ from astrolabe_lab.sim.config import EngineConfig
 if TYPE_CHECKING:
     from astrolabe_lab.disagg.constants import Constants
 
-KIND = "astrolabe calibration"
+KIND = CALIBRATION
 VERSION = 1
 
 

@@ -55,6 +55,15 @@ def calibrate(
 
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
     prefill, decode = targets_of(cluster)
+    try:
+        return _calibrate(prefill, decode, budget_s, seed, rounds, reference_tokens, say)
+    finally:
+        if not hasattr(cluster, "burst") and not isinstance(cluster, tuple):  # targets made here are closed here
+            for target in {id(t): t for t in (prefill, decode)}.values():
+                target.close()
+
+
+def _calibrate(prefill, decode, budget_s, seed, rounds, reference_tokens, say) -> Calibration:
     pools = prefill is not decode
     clock = _Clock([prefill, decode] if pools else [prefill], budget_s)
     measured, roughs = Measured(), {}

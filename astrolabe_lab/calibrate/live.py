@@ -234,14 +234,14 @@ def describe_engine(url: str, model=None, engine="", device=None, time_scale=1.0
     names = [entry["id"] for entry in served["data"]]
     if model is None and len(names) != 1 or model is not None and model not in names:
         raise InputError(f"model {model!r} at {url}: served are {', '.join(names)}; give one of them")
-    said = _flags_of(url)
+    said = flags_of(url)
     if not said and not engine:
         raise InputError(f"{url} does not tell its engine flags (vLLM's dev mode is off): give --engine key=value,...")
     config = EngineConfig.parse(engine, EngineConfig.from_dict(said)) if said else EngineConfig.parse(engine)
     return Described(model or names[0], device or local_device(), config, "hardware", float(time_scale))
 
 
-def _flags_of(url: str) -> dict:
+def flags_of(url: str) -> dict:
     """The engine flags that ``/server_info`` shows; empty where it is off."""
     found = _get_json(url + "/server_info?config_format=json")
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from astrolabe_lab.cli.values import number, whole
 from astrolabe_lab.errors import InputError
@@ -46,7 +47,13 @@ def calibrate(args: argparse.Namespace) -> tuple[dict, str]:
         raise InputError(f"--out {args.out!r} must end in .json")
     if bool(args.prefill) != bool(args.decode):
         raise InputError("--prefill and --decode go together: the URLs of both pools")
-    found = measure(_target(args), budget_s=args.budget_s, seed=args.seed, rounds=args.rounds)
+    target = _target(args)
+    try:
+        found = measure(target, budget_s=args.budget_s, seed=args.seed, rounds=args.rounds)
+    finally:
+        for each in target if isinstance(target, tuple) else (target,):
+            if hasattr(each, "close"):
+                each.close()
     path = found.save(args.out)
     if args.figures:
         from astrolabe_lab.calibrate.figures import write_figures
@@ -103,3 +110,41 @@ def describe(found, path) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
+
+
+def calibrated(args, model: str, config, cost=None):
+    """(engine flags, calibration) of a router with these options; without a calibration (``config``, None).
+
+    Checked against the cluster, unless it came as --constants-from: of engines at URLs, what they tell of their flags
+    or --engine says. Raises InputError where it is of another model, device or flag.
+    """
+    from astrolabe_lab.calibrate.artifact import load
+    from astrolabe_lab.calibrate.live import device_of_cluster, flags_of
+    from astrolabe_lab.sim.config import EngineConfig
+
+    if args.calibration and args.constants_from:
+        raise InputError("give --calibration, or --constants-from, which is not checked; not both")
+    given = bool(args.cluster or args.engine or getattr(args, "preset", None))
+    if args.constants_from:
+        print(f"constants from {args.constants_from}, whatever they belong to", file=sys.stderr)
+        found = load(args.constants_from, edited=True)
+        return (config if given else found.config), found
+    if not args.calibration:
+        return config, None
+    found = load(args.calibration)
+    wanted = {"model": model}
+    url = None if args.cluster else (args.engines or args.prefill).split(",")[0].strip()
+    if url is None or url.partition("//")[2].startswith(("127.0.0.1", "localhost")):
+        wanted["device"] = device_of_cluster(args.cluster, cost)
+    if given:
+        wanted["engine"] = config
+    elif told := flags_of(url):
+        wanted["engine"] = config = EngineConfig.from_dict(told)
+    else:
+        config = found.config
+        print(f"warning: {url} does not tell its flags, so the calibration's are believed", file=sys.stderr)
+    found.require(**wanted)
+    if not found.valid:
+        failed = ", ".join(name for name, gate in found.gates.items() if not gate["ok"])
+        print(f"warning: the calibration missed its own gates ({failed})", file=sys.stderr)
+    return config, found

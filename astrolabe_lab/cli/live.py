@@ -146,6 +146,7 @@ def route(args):
 
 def _router(args):
     from astrolabe_lab import policies
+    from astrolabe_lab.cli.calibrate import calibrated
     from astrolabe_lab.cost import StepCost
     from astrolabe_lab.cost import preset as preset_of
     from astrolabe_lab.serve.cluster_file import read_cluster
@@ -171,7 +172,7 @@ def _router(args):
         places = [(url.strip().rstrip("/"), None) for url in args.engines.split(",") if url.strip()]
         if bad := [url for url, _ in places if not url.startswith(("http://", "https://"))]:
             raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
-    calibration = calibration_of(args, models[0], config, cost)
+    config, calibration = calibrated(args, models[0], config, cost)
     if calibration is not None:
         cost = calibration.cost
     if args.cost:
@@ -196,28 +197,6 @@ def _router(args):
     if calibration is not None:
         router.watch_drift(calibration.cost)
     return router
-
-
-def calibration_of(args, model: str, config, cost=None):
-    """The calibration that the router is given, checked against its cluster unless it came as --constants-from; None
-    where it is given none."""
-    from astrolabe_lab.calibrate.artifact import load
-
-    if args.calibration and args.constants_from:
-        raise InputError("give --calibration, or --constants-from, which is not checked; not both")
-    if args.constants_from:
-        print(f"constants from {args.constants_from}, whatever they belong to", file=sys.stderr)
-        return load(args.constants_from, edited=True)
-    if not args.calibration:
-        return None
-    from astrolabe_lab.calibrate.live import device_of_cluster
-
-    calibration = load(args.calibration)
-    calibration.require(model=model, engine=config, device=device_of_cluster(args.cluster, cost))
-    if not calibration.valid:
-        failed = ", ".join(name for name, gate in calibration.gates.items() if not gate["ok"])
-        print(f"warning: the calibration missed its own gates ({failed})", file=sys.stderr)
-    return calibration
 
 
 def _sidecars(args, engines: int, time_scale: float):

@@ -22,7 +22,7 @@ def are_meant(args) -> bool:
 
 def pool_router(args):
     """The PoolRouter. Raises InputError for options that do not fit together, or a calibration of another cluster."""
-    from astrolabe_lab.cli.live import calibration_of
+    from astrolabe_lab.cli.calibrate import calibrated
     from astrolabe_lab.disagg import routers
     from astrolabe_lab.disagg.constants import NAMED, Constants
     from astrolabe_lab.serve.cluster_file import read_cluster
@@ -53,7 +53,7 @@ def pool_router(args):
     if args.constants_from in NAMED:
         calibration, constants = None, Constants.read(args.constants_from)
     else:
-        calibration = calibration_of(args, models[0], config, cost)
+        config, calibration = calibrated(args, models[0], config, cost)
         if calibration is None:
             raise InputError(
                 "a router of pools prices with constants: give --calibration C.json (astrolabe calibrate makes it), or "

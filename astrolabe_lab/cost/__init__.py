@@ -18,6 +18,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+CALIBRATION = "astrolabe calibration"  # the kind that a calibration's file says it is
+
+
 @dataclass(frozen=True)
 class Preset:
     """A step cost with the engine it belongs to and everything one must know to trust it.
@@ -61,7 +64,8 @@ def presets():
 
 
 def preset(name):
-    """The preset of that name, or the one in a JSON file when `name` is a path ending in .json.
+    """The preset of that name, or the one in a JSON file when `name` is a path ending in .json: a preset, or a
+    calibration.
 
     Raises InputError for an unknown name (listing the known), a missing file, or a file that is not a preset.
     """
@@ -76,6 +80,10 @@ def preset(name):
         raise InputError(f"preset file {str(name)!r}: {error.strerror}; known presets: {known}") from None
     except ValueError as error:
         raise InputError(f"preset file {str(name)!r} is not JSON ({error}); see Preset.to_dict()") from None
+    if own and isinstance(entries, dict) and entries.get("kind") == CALIBRATION:
+        from astrolabe_lab.calibrate.artifact import Calibration
+
+        return Calibration.from_dict(entries, str(name)).preset()
     return Preset.from_dict(entries, name=Path(name).stem if own else name)
 
 

@@ -59,7 +59,7 @@ def launch_pools(prefill: int, decode: int, *, handover: Handover = Handover(), 
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(f"{name}={value!r} must be a whole number of engines >= 1")
     if world == "hardware" and importlib.util.find_spec("nixl") is None:
-        raise InputError("real transfers need NIXL: pip install -c constraints.txt --no-deps nixl nixl-cu12")
+        raise InputError("real transfers need NIXL, which is not installed: make nixl")
     if world == "emulated" and not options.get("preset"):
         options["preset"] = PRESET
 

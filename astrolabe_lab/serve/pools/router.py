@@ -116,7 +116,7 @@ class PoolRouter(Router):
     # the data path
 
     async def _serve(self, http, request: Request, asked: Asked, origins: tuple[str, str]) -> web.StreamResponse:
-        handle = None
+        handle = given = None
         try:
             pair, handle, refused = await self._compute(http, request, asked, origins)
             if refused is not None:
@@ -131,7 +131,8 @@ class PoolRouter(Router):
                 body = replace(asked, body=handoff.decode_body(asked.body, given))
                 answer = await self._dispatch(http, body, request, _decision(pair))
                 if not isinstance(answer, Unanswered):
-                    handle = None
+                    if answer.status >= 400:  # who refuses a request lets go of its blocks
+                        handle = None if given else handle
                     return answer
                 tried[pair.decode.index] = answer
                 self.records.counters.retries += 1
@@ -141,8 +142,8 @@ class PoolRouter(Router):
                 self._enter(request, pair, asked, len(tried), origins)
                 self.pairs.prefilled(request.rid, self.now_s())
         finally:
-            if handle is not None and request.rid not in self._dispatch.pulled:
-                self._release(asked, handle, pair.decode)
+            if handle is not None and not (given and request.rid in self._dispatch.pulled):
+                self._release(asked, handle, pair.decode if request.rid in self._dispatch.pulled else None)
             self._dispatch.pulled.discard(request.rid)
             self.pairs.ended(request.rid)
 
@@ -157,6 +158,7 @@ class PoolRouter(Router):
                 return pair, None, answer
             if not isinstance(answer, Unanswered):
                 self.pairs.prefilled(request.rid, self.now_s())
+                self.records.counters.recomputed += not answer
                 return pair, answer or None, None
             tried[pair.prefill.index] = answer
             self.records.counters.retries += 1
@@ -248,7 +250,11 @@ class PoolRouter(Router):
 
     # what nobody wants any more
 
-    def _release(self, asked: Asked, handle: dict, instance: Instance) -> None:
+    def _release(self, asked: Asked, handle: dict, answers: Instance | None) -> None:
+        """Give the blocks back through an engine that ``answers``, or through one with few failures."""
+        now_s = self.now_s()
+        well = sorted(self.decode_pool, key=lambda i: (not i.available(now_s), i.breaker.in_a_row))
+        instance = answers or well[0]
         task = asyncio.get_running_loop().create_task(self._let_go(asked, handle, instance))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
