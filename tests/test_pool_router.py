@@ -115,16 +115,26 @@ def test_blocks_lost_with_their_prefill_engine_are_computed_again_where_it_decod
     assert list(rows(tmp_path / "j")["status"]) == ["ok"]
 
 
-def test_without_any_prefill_engine_decode_engines_compute_prompts(tmp_path):
+def test_without_any_prefill_engine_decode_engines_compute_prompts_and_prefill_comes_back(tmp_path):
     async def story():
         async with scripted_pools(1, 1) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
             router, session, url = found
             await prefill[0].stop()
-            assert (await ask(session, url))[0] == 200
-            assert decode[0].alone == 1 and router.counters.recomputed == 1
+            for n in (1, 2, 3, 4, 5):  # at first by trying, then as it is known to be down
+                assert (await ask(session, url))[0] == 200
+                assert decode[0].alone == n == router.counters.recomputed
+            while router.instances[0].available(router.now_s()):
+                await asyncio.sleep(0.02)
+            assert (await ask(session, url))[2]["X-Astrolabe-Prefill-Instance"] == "-1"
+            await prefill[0].start()
+            router.instances[0].breaker.cool_s = 0.1
+            while not router.instances[0].available(router.now_s()):
+                await asyncio.sleep(0.02)
+            assert (await ask(session, url))[2]["X-Astrolabe-Prefill-Instance"] == "0"
 
     run(story())
-    assert list(rows(tmp_path / "j")["status"]) == ["ok"]
+    frame = rows(tmp_path / "j")
+    assert (frame["status"] == "ok").all() and list(frame["prefill_instance"]) == [-1] * 6 + [0]
 
 
 def test_a_decode_engine_that_dies_while_pulling_is_passed_over_and_the_blocks_are_pulled_by_another(tmp_path):

@@ -76,7 +76,8 @@ class PoolRecords(Records):
                 "prompt_tokens": request.prompt_tokens, "prompt_tokens_from": counted,
                 "predicted_tokens": request.predicted_tokens, "predicted_tokens_from": tagged, "slo": request.slo,
                 "policy": self.policy_name, "prefill": _plain(view.prefill), "decode": _plain(view.decode),
-                "in_flight": _plain(view.in_flight), "prefill_instance": pair.prefill.index,
+                "in_flight": _plain(view.in_flight),
+                "prefill_instance": pair.prefill.index if pair.prefill else -1,
                 "decode_instance": pair.decode.index - self.n_prefill, "decided_s": pair.decided_s,
                 "decision_s": pair.seconds,
             }
@@ -104,7 +105,8 @@ def rows(path: str | Path) -> pd.DataFrame:
 
     rid, arrived_s, prompt_tokens, predicted_tokens, slo, prefill_instance, decode_instance, prefill_finished_s,
     transfer_started_s (the decode engine was asked), first_token_s, finished_s, ttft_s, e2e_s, generated_tokens,
-    blocks, attempts, decision_s, status, reason, policy; modelled seconds. Raises InputError for a damaged journal.
+    blocks, attempts, decision_s, status, reason, policy; modelled seconds. prefill_instance is -1 where the decode
+    engine computed the prompt itself. Raises InputError for a damaged journal.
     """
     import pandas as pd
 

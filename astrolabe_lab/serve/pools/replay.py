@@ -23,8 +23,9 @@ def replay(path: str | Path, policy, constants: Constants | None = None, name: s
     """One row a decision: rid, attempt, time_s, prefill_instance, decode_instance (as chosen then), the same with
     ``_now`` (as ``policy`` chooses), same, decision_s (wall).
 
-    ``constants``: others than the router priced with. A decision is replayed by itself: what would have become of the
-    cluster by other choices is the simulator's to say. Raises InputError for a journal that is none of pools.
+    Where no prefill engine was there (prefill_instance -1), the decode engine alone is compared. ``constants``: others
+    than the router priced with. A decision is replayed by itself: what would have become of the cluster by other
+    choices is the simulator's to say. Raises InputError for a journal that is none of pools.
     """
     import pandas as pd
 
@@ -48,7 +49,8 @@ def replay(path: str | Path, policy, constants: Constants | None = None, name: s
         p, d = check_pair(chosen, len(pools[0]), len(pools[1]), name)
         now = int(pools[0]["instance"][p]), int(pools[1]["instance"][d])
         then = entry["prefill_instance"], entry["decode_instance"]
-        rows.append((entry["rid"], entry["attempt"], entry["time_s"], *then, *now, now == then, seconds))
+        same = now[1] == then[1] and then[0] in (now[0], -1)
+        rows.append((entry["rid"], entry["attempt"], entry["time_s"], *then, *now, same, seconds))
     if not rows:
         raise InputError(f"journal {str(path)!r} holds no decisions over pools")
     columns = ["rid", "attempt", "time_s", "prefill_instance", "decode_instance", "prefill_now", "decode_now", "same",

@@ -51,9 +51,9 @@ class Seen:
 
 @dataclass(slots=True)
 class Pair:
-    """One choice. ``prefill``, ``decode``: the instances."""
+    """One choice. ``prefill``, ``decode``: the instances; prefill is None where decode computes the prompt itself."""
 
-    prefill: Instance
+    prefill: Instance | None
     decode: Instance
     seen: Seen
     decided_s: float  # modelled
@@ -138,7 +138,8 @@ class PoolRouter(Router):
                 self.records.counters.retries += 1
                 if len(tried) >= self.limits.tries or sum(t.reached for t in tried.values()) >= self.limits.failures:
                     raise _given_up(tried)
-                pair = self._choose_pair(request, set(), set(tried), keep=pair.prefill)
+                nobody = set() if pair.prefill else {i.index for i in self.prefill_pool}
+                pair = self._choose_pair(request, nobody, set(tried), len(tried), keep=pair.prefill)
                 self._enter(request, pair, asked, len(tried), origins)
                 self.pairs.prefilled(request.rid, self.now_s())
         finally:
@@ -150,9 +151,13 @@ class PoolRouter(Router):
     async def _compute(self, http, request: Request, asked: Asked, origins):
         """Step one: (pair, what prefill says of the blocks, or None where decode must compute them, a refusal)."""
         tried: dict[int, Unanswered] = {}
-        pair = self._choose_pair(request, set(), set())
         while True:
+            pair = self._choose_pair(request, set(tried), set(), len(tried))
             self._enter(request, pair, asked, len(tried), origins)
+            if pair.prefill is None:
+                self.pairs.prefilled(request.rid, self.now_s())
+                self.records.counters.recomputed += 1
+                return pair, None, None
             answer = await self._prefill(http, asked, request, pair.prefill)
             if isinstance(answer, web.Response):
                 return pair, None, answer
@@ -164,17 +169,12 @@ class PoolRouter(Router):
             self.records.counters.retries += 1
             if sum(t.reached for t in tried.values()) >= self.limits.failures:
                 raise _given_up(tried)
-            try:
-                pair = self._choose_pair(request, set(tried), set())
-            except Refusal:  # no prefill engine is left: decode engines can compute prompts too
-                self.records.counters.recomputed += 1
-                self.pairs.prefilled(request.rid, self.now_s())
-                return pair, None, None
 
     def _enter(self, request: Request, pair: Pair, asked: Asked, attempt: int, origins) -> None:
         self.records.pair(asked, request, pair, attempt, *origins)
         self.pairs.ended(request.rid)
-        self.pairs.sent(request, pair.prefill.index, pair.decode.index - self.n_prefill, self.now_s())
+        at = pair.prefill.index if pair.prefill else 0
+        self.pairs.sent(request, at, pair.decode.index - self.n_prefill, self.now_s())
 
     async def _prefill(self, http, asked: Asked, request: Request, instance: Instance):
         """The handle of the blocks ({} where it keeps none), the engine's refusal as a response, or Unanswered."""
@@ -211,15 +211,21 @@ class PoolRouter(Router):
 
     # choosing
 
-    def _choose_pair(self, request: Request, no_prefill: set[int], no_decode: set[int], keep=None) -> Pair:
+    def _choose_pair(
+        self, request: Request, no_prefill: set[int], no_decode: set[int], attempt: int, keep=None
+    ) -> Pair:
+        """The policy's choice among the engines that are available, but for those excluded; ``keep``: the prefill
+        engine that has the prompt already. Where no prefill engine is left, the policy is shown them all, and its
+        decode engine computes the prompt. Raises Refusal where no decode engine is left."""
         started = time.perf_counter()
         now_s = self.now_s()
         prefill = [keep] if keep else [i for i in self.prefill_pool if self._may(i, no_prefill, now_s)]
+        alone = not prefill
+        prefill = prefill or self.prefill_pool
         decode = [i for i in self.decode_pool if self._may(i, no_decode, now_s)]
-        for name, pool in (("prefill", prefill), ("decode", decode)):
-            if not pool:
-                raise Refusal(503, f"no {name} engine is available; try again in a moment", "unavailable",
-                              headers={"Retry-After": "1"})  # fmt: skip
+        if not decode:
+            raise Refusal(503, "no decode engine is available; try again in a moment", "unavailable",
+                          headers={"Retry-After": "1"})  # fmt: skip
         self._sync()
         polled = self.occupancy.rows
         view = PoolsView(
@@ -229,12 +235,12 @@ class PoolRouter(Router):
             self.pairs.rows,
             self.constants,
         )
-        rng = decision_stream(self.seed, request.rid, len(no_prefill) + len(no_decode))
+        rng = decision_stream(self.seed, request.rid, attempt)
         p, d = check_pair(self.policy.choose(request, view, rng), len(prefill), len(decode), self.policy_name)
         decided_s = self.now_s()
-        for instance in (prefill[p], decode[d]):
+        for instance in (decode[d],) if alone or keep else (prefill[p], decode[d]):
             instance.breaker.sent(decided_s)
-        return Pair(prefill[p], decode[d], Seen(view), decided_s, time.perf_counter() - started)
+        return Pair(None if alone else prefill[p], decode[d], Seen(view), decided_s, time.perf_counter() - started)
 
     def _may(self, instance: Instance, excluded: set[int], now_s: float) -> bool:
         return instance.index not in excluded and instance.available(now_s)
@@ -301,7 +307,7 @@ class PairDispatch(Dispatch):
     def _headers(self, upstream, request: Request, decision: Decision) -> dict:
         headers = super()._headers(upstream, request, decision)
         pair: Pair = decision.view.pair
-        headers["X-Astrolabe-Prefill-Instance"] = str(pair.prefill.index)
+        headers["X-Astrolabe-Prefill-Instance"] = str(pair.prefill.index if pair.prefill else -1)
         headers["X-Astrolabe-Decode-Instance"] = str(pair.decode.index - self.n_prefill)
         return headers
 
