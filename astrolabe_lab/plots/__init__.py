@@ -5,6 +5,7 @@ Ito's, distinct to colour-blind readers, and every line also has a marker of its
 """
 
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 
 import numpy as np
 import pandas as pd
@@ -32,7 +33,14 @@ TEMPLATE = go.layout.Template(
         "yaxis": {"gridcolor": "#e5e5e5", "linecolor": "#888", "ticks": "outside", "zeroline": False},
     }
 )
+FURTHER = ("fits", "live", "traces")  # figures of other things, loaded on first use: `plots.traces.lengths(...)`
 UNITS = {"throughput_rps": ("throughput (requests/s)", 1), "output_tokens_per_s": ("output (tokens/s)", 1)}
+
+
+def __getattr__(name: str):
+    if name in FURTHER:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def latency_vs_qps(
