@@ -24,11 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sidecar(args: argparse.Namespace) -> tuple[None, None]:
-    import socket
-
-    import uvicorn
-
-    from astrolabe_lab.predictor import Predictor
+    from astrolabe_lab.length.serving import address, listen, serve
+    from astrolabe_lab.predictor import Predictor, empty_status
+    from astrolabe_lab.request import Request
     from astrolabe_lab.serve.cluster_file import read_cluster
     from astrolabe_lab.serve.instance import Instance
     from astrolabe_lab.serve.sidecar import application
@@ -36,17 +34,14 @@ def sidecar(args: argparse.Namespace) -> tuple[None, None]:
     cluster = read_cluster(args.cluster)
     if args.instance >= len(cluster.engines):
         raise InputError(f"instance {args.instance}: the cluster has engines 0..{len(cluster.engines) - 1}")
+    if cluster.cost is None:
+        raise InputError(f"cluster {args.cluster!r} has no step cost to predict with; notebook 22 fits one")
     engine = cluster.engines[args.instance]
     predictor = Predictor(cluster.config, cluster.cost)
+    predictor.predict(empty_status(0.0, cluster.config), Request(-1, 0.0, 16, 16))  # compiles, before anybody waits
     instance = Instance(args.instance, engine["url"], cluster.config, predictor, Path(engine["status"]))
-    listener = socket.socket()
-    try:
-        listener.bind((args.host, args.port))
-    except OSError as error:
-        raise InputError(f"cannot listen on {args.host}:{args.port}: {error.strerror}") from None
-    app = application(instance, cluster.time_scale)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False))
-    url = f"http://{args.host}:{listener.getsockname()[1]}"
-    print(json.dumps({"url": url, "instance": args.instance}), file=sys.__stdout__, flush=True)
-    server.run([listener])
+    with listen(args.host, args.port) as sock:
+        ready = {"url": address(sock), "role": "sidecar", "instance": args.instance}
+        app = application(instance, cluster.time_scale)
+        serve(app, sock, lambda: print(json.dumps(ready), file=sys.__stdout__, flush=True))
     return None, None

@@ -86,11 +86,21 @@ class Journal:
                 entries, self._entries = self._entries, []
                 closing = self._closing
             if entries:
-                self._append([line_of(entry) for entry in entries])
+                self._append(self._lines(entries))
             if closing and not self._entries:
                 return
             if not closing:
                 time.sleep(BATCH_S)
+
+    def _lines(self, entries: list[dict]) -> list[bytes]:
+        lines = []
+        for entry in entries:
+            try:
+                lines.append(line_of(entry))
+            except (TypeError, ValueError) as error:
+                self.lost += 1
+                self.trouble = f"{self.path}: {error}"
+        return lines
 
     def _append(self, lines: list[bytes]) -> None:
         whole = os.fstat(self._file.fileno()).st_size

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import logging
 import secrets
 import time
@@ -99,12 +100,15 @@ class Router:
         self.drift = DriftMonitor(instances or self.instances, cost, self.now_s, self.time_scale, warn=log.warning)
 
     def warm_up(self) -> None:
-        """Compile what decisions need, before the first request would wait for it."""
+        """Compile what decisions need, before the first request would wait for it. Raises InputError where the policy
+        asks for predictions and nobody predicts."""
         request = Request(-1, self.now_s(), 16, 16)
-        view = LiveView(self.instances, request.arrived_s)
+        view = LiveView(self.instances, request.arrived_s, prefixes=self.prefixes)
         for instance, status in zip(self.instances, view.statuses, strict=True):
             if instance.predictor is not None:
                 instance.predict(status, request, "e2e_s", view.now_s)
+        if self.ask is None:  # a copy: what it remembers of this is nothing to go on
+            copy.deepcopy(self.policy).choose(request, view, decision_stream(self.seed, request.rid, 0))
 
     # the application
 

@@ -1,0 +1,97 @@
+"""``astrolabe route`` and ``astrolabe sidecar`` as processes, over scripted engines and published statuses."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+
+import aiohttp
+from published_engines import publish
+from scripted_engine import scripted_engines
+
+from astrolabe_lab.cli import main
+from astrolabe_lab.cost import preset
+from astrolabe_lab.serve import journal
+from astrolabe_lab.serve.cluster_file import write_cluster
+from astrolabe_lab.serve.published import StatusWriter
+from astrolabe_lab.sim.config import EngineConfig
+
+PRESET = preset("llama2-7b-a30")
+CONFIG = EngineConfig.from_dict(PRESET.engine)
+
+
+@contextmanager
+def command(*words):
+    """(what it announces, its process) of an astrolabe command; it must end with code 0 on SIGTERM."""
+    process = subprocess.Popen([sys.executable, "-m", "astrolabe_lab.cli", *words], stdout=subprocess.PIPE, text=True)
+    try:
+        yield json.loads(process.stdout.readline()), process
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def test_a_router_asks_the_sidecars_of_its_cluster_and_goes_where_they_say(tmp_path):
+    statuses = [tmp_path / "status-0", tmp_path / "status-1"]
+    publish(StatusWriter(statuses[0]), time.monotonic() + 0.5, [(j, 400, 5, 400) for j in range(20)])
+
+    async def ask(session, url, j):
+        body = {"model": "m", "prompt": "hello", "max_tokens": 4, "stream": True}
+        async with session.post(url + "/v1/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            await answer.read()
+            return answer.headers["X-Astrolabe-Instance"], float(answer.headers["X-Astrolabe-Predicted-E2E-S"])
+
+    async def story():
+        async with scripted_engines(2) as engines:
+            places = [
+                {"url": e.url, "role": "engine", "status": str(s), "log": ""}
+                for e, s in zip(engines, statuses, strict=True)
+            ]
+            write_cluster(tmp_path, places, CONFIG, PRESET.cost, 1.0, "m", "", "emulated")
+            with ExitStack() as stack:
+                urls = []
+                for i in range(2):
+                    started = ("sidecar", "--cluster", str(tmp_path), "--instance", str(i))
+                    told, _ = await asyncio.to_thread(stack.enter_context, command(*started))
+                    urls.append(told["url"])
+                words = ["route", "--cluster", str(tmp_path), "--policy", "astrolabe:k=2", "--journal"]
+                words += [str(tmp_path / "j"), "--sidecars", ",".join(urls), "--deadline-ms", "20000"]
+                told, _ = await asyncio.to_thread(stack.enter_context, command(*words))
+                async with aiohttp.ClientSession() as session:
+                    for writer in (StatusWriter(s) for s in statuses):  # both idle: compiles, in its time
+                        publish(writer, time.monotonic())
+                    await ask(session, told["url"], 0)
+                    publish(StatusWriter(statuses[0]), time.monotonic(), [(j, 400, 5, 400) for j in range(20)])
+                    found = await ask(session, told["url"], 1)
+                await asyncio.to_thread(stack.close)
+            return found
+
+    instance, predicted_e2e_s = asyncio.run(asyncio.wait_for(story(), 400))
+    assert instance == "1" and predicted_e2e_s > 0  # the other is busy
+    decisions = [e for e in journal.read(tmp_path / "j") if e["event"] == "decision"]
+    assert decisions[-1]["late"] == 0 and len(decisions[-1]["predicted_e2e_s"]) == 2
+
+
+def test_wrong_words_are_answered_with_what_is_allowed(tmp_path, capsys):
+    places = [{"url": "http://127.0.0.1:9", "role": "engine", "status": str(tmp_path / "s"), "log": ""}]
+    write_cluster(tmp_path, places, CONFIG, PRESET.cost, 1.0, "m", "", "emulated")
+    cluster = ["--cluster", str(tmp_path)]
+    for words, told in (
+        (["sidecar", *cluster, "--instance", "3"], "engines 0..0"),
+        (["route", *cluster, "--sidecars", "http://a,http://b"], "must name 1 URLs"),
+        (["route", *cluster, "--sidecars", "ftp://a"], "must name 1 URLs"),
+        (["route", *cluster, "--sidecars", "http://a", "--deadline-ms", "0"], "--deadline-ms"),
+        (
+            ["route", "--engines", "http://127.0.0.1:9", "--policy", "astrolabe"],
+            "no Predictor: give the router a preset",
+        ),
+    ):
+        assert main(words) == 2
+        assert told in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""A journal loses lines where the disk is full, never requests, and never half a line."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.serve import journal
+
+
+def test_what_is_written_is_read_in_order(tmp_path):
+    kept = journal.Journal(tmp_path / "deep" / "j")
+    for rid in range(1000):
+        kept.write({"event": "outcome", "rid": rid})
+    kept.close()
+    assert [e["rid"] for e in journal.read(tmp_path / "deep" / "j")] == list(range(1000))
+    assert (kept.written, kept.lost) == (1000, 0)
+
+
+def test_on_a_full_device_lines_are_lost_and_counted_and_nobody_waits():
+    kept = journal.Journal("/dev/full")
+    for rid in range(100):
+        kept.write({"event": "outcome", "rid": rid})
+    kept.close()
+    assert (kept.written, kept.lost) == (0, 100)
+    assert "No space left" in kept.trouble
+
+
+def test_a_disk_that_fills_up_and_is_freed_leaves_whole_lines_only(tmp_path):
+    """A limit on the file's size stands in for the disk's: the write in which it is met is a partial one."""
+    story = f"""
+        import resource, time
+        from astrolabe_lab.serve.journal import Journal
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        kept = Journal({str(tmp_path / "j")!r})
+        kept.write({{"rid": 0, "pad": "x" * 100}})
+        time.sleep(0.5)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
+        for rid in range(1, 50):
+            kept.write({{"rid": rid, "pad": "x" * 100}})
+        time.sleep(0.8)
+        assert kept.lost > 0 and "large" in kept.trouble, (kept.lost, kept.trouble)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        kept.write({{"rid": 50, "pad": "x" * 100}})
+        kept.close()
+        print(kept.written, kept.lost)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(story)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    written, lost = map(int, done.stdout.split())
+    rids = [e["rid"] for e in journal.read(tmp_path / "j")]
+    assert len(rids) == written and written + lost == 51
+    assert rids[0] == 0 and rids[-1] == 50
+
+
+def test_a_torn_last_line_is_cut_by_the_next_writer_and_said_to_the_reader(tmp_path):
+    path = tmp_path / "j"
+    path.write_bytes(journal.line_of({"rid": 1}) + b'{"version":1,"rid":2,"pa')
+    told = []
+    assert [e["rid"] for e in journal.read(path, torn=told.append)] == [1]
+    assert told == [2]
+    kept = journal.Journal(path)
+    kept.write({"rid": 3})
+    kept.close()
+    assert [e["rid"] for e in journal.read(path)] == [1, 3]
+
+
+def test_an_entry_that_is_no_json_costs_itself_alone(tmp_path):
+    kept = journal.Journal(tmp_path / "j")
+    kept.write({"rid": 1})
+    kept.write({"rid": 2, "what": object()})
+    kept.write({"rid": 3})
+    kept.close()
+    assert [e["rid"] for e in journal.read(tmp_path / "j")] == [1, 3]
+    assert kept.lost == 1 and "no place in a journal" in kept.trouble
+
+
+def test_a_journal_that_cannot_be_opened_or_read_says_so(tmp_path):
+    with pytest.raises(InputError, match="cannot be written"):
+        journal.Journal(tmp_path)
+    with pytest.raises(InputError, match="cannot be read"):
+        list(journal.read(tmp_path / "nothing"))
+    (tmp_path / "j").write_text('{"version": 2}\n')
+    with pytest.raises(InputError, match="line 1: not an entry of version 1"):
+        list(journal.read(tmp_path / "j"))
