@@ -80,6 +80,11 @@ def find(
             n = wanted[kind]
             options = sweep_options | {"instances": instances, "workers": workers, "requests": n}
             options |= {"sample": _drawn(sample, n, size), "out": None if out is None else Path(out) / kind}
+            if progress and size is not None and n > size and options["sample"] == "head":
+                print(
+                    f"capacity: the trace has {size:,} requests, fewer than {n:,}: runs are of {size:,}",
+                    file=sys.stderr,
+                )
             runs = _Runs(trace, label, policy, f"{kind}({n:,})", metric, options, progress)
             found.append(
                 measure.capacity(

@@ -12,9 +12,15 @@ if TYPE_CHECKING:
 NEEDED = ("policy", "instances", "engine", "cost", "control", "latency_noise", "seed")
 
 
+def about_of(results: pd.DataFrame) -> dict:
+    """What the frame says about how it was made; nothing where it says nothing that we understand."""
+    about = results.attrs.get("astrolabe")
+    return about if isinstance(about, dict) else {}
+
+
 def can_rerun(results: pd.DataFrame, other_arrivals: bool = False) -> bool:
     """Whether the frame, as `astrolabe simulate` writes it to Parquet, tells enough to be made again."""
-    about = results.attrs.get("astrolabe", {})
+    about = about_of(results)
     known = all(name in about for name in NEEDED) and set(results.get("source", ())) == {"simulated"}
     return known and (about.get("qps") is not None or not other_arrivals)
 
@@ -35,7 +41,7 @@ def rerun(results: pd.DataFrame, policy_seed: int | None = None, seed: int | Non
     from astrolabe_lab.sim.config import EngineConfig
     from astrolabe_lab.trace.columns import COLUMNS
 
-    about = results.attrs.get("astrolabe", {})
+    about = about_of(results)
     if not can_rerun(results, seed is not None):
         lacks = [name for name in NEEDED if name not in about]
         why = f"it does not tell {', '.join(lacks)}" if lacks else "it is not simulated, or keeps its trace's own times"
@@ -47,18 +53,25 @@ def rerun(results: pd.DataFrame, policy_seed: int | None = None, seed: int | Non
             raise InputError("this result cannot be made again with other arrivals: its times are the trace's own")
         drawn = trace.sample(requests.drop(columns="arrived_s"), None, seed)
         requests = with_arrivals(drawn, about["qps"], kind, seed, about.get("alpha"))
-    predict_s = about["control"]["predict_s"]
-    control = ControlPlane(
-        **about["control"] | {"predict_s": tuple(predict_s) if isinstance(predict_s, list) else predict_s}
-    )
+    try:
+        predict_s = about["control"]["predict_s"]
+        control = ControlPlane(
+            **about["control"] | {"predict_s": tuple(predict_s) if isinstance(predict_s, list) else predict_s}
+        )
+        made = {
+            "engine": EngineConfig.from_dict(about["engine"]),
+            "cost": StepCost.from_dict(about["cost"]),
+            "control": control,
+            "latency_noise": LatencyNoise(**about["latency_noise"]),
+        }
+        policy = policies.parse(about["policy"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:  # of another version, or damaged
+        raise InputError(f"this result cannot be made again: it was made in a way unknown here ({error})") from error
     return simulate(
         requests,
-        policies.parse(about["policy"]),
+        policy,
         instances=about["instances"],
-        engine=EngineConfig.from_dict(about["engine"]),
-        cost=StepCost.from_dict(about["cost"]),
-        control=control,
-        latency_noise=LatencyNoise(**about["latency_noise"]),
         seed=about["seed"] if seed is None else seed,
         policy_seed=about.get("policy_seed") if policy_seed is None and seed is None else policy_seed,
+        **made,
     )

@@ -144,6 +144,77 @@ def test_a_grid_file_that_cannot_be_read_is_named(tmp_path):
         Grid.load(tmp_path / "bytes.yaml")
 
 
+def test_a_device_is_no_grid():
+    with pytest.raises(InputError, match="/dev/zero is a device"):
+        Grid.load("/dev/zero")
+
+
+def test_anchors_and_merges_are_filled_in_and_a_key_of_its_own_wins(tmp_path):
+    grid = load(tmp_path, "cells:\n- &a {policy: x, qps: 5}\n- {<<: *a, qps: 6}\n- {<<: *a, seed: 1}")
+    assert list(grid.points()) == [
+        {"policy": "x", "qps": 5},
+        {"policy": "x", "qps": 6},
+        {"policy": "x", "qps": 5, "seed": 1},
+    ]
+    with pytest.raises(InputError, match="qps is given twice"):
+        load(tmp_path, "cells:\n- &a {policy: x}\n- {<<: *a, qps: 6, qps: 7}")
+
+
+def test_an_axis_of_a_hundred_thousand_points_is_looked_through_once():
+    class Counted(int):
+        compared = 0
+        __hash__ = int.__hash__
+
+        def __eq__(self, other):
+            Counted.compared += 1
+            return int(self) == int(other)
+
+    assert len(Grid.of({"grid": {"seed": [Counted(i) for i in range(100_000)]}})) == 100_000
+    assert Counted.compared < 100_000
+    with pytest.raises(InputError, match="5.0 more than once"):
+        Grid.of({"grid": {"qps": [5, 6, 5.0]}})
+    with pytest.raises(InputError, match="more than once"):
+        Grid.of({"grid": {"faults": [[], [{"kind": "outage"}], []]}})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"qps": [5]},
+        {"requests": [5]},
+        {"arrivals": ["poisson"]},
+        {"on_bad": ["drop"]},
+        {"seed": {"a": 1}},
+    ],
+)
+def test_a_list_where_one_value_belongs_is_told_to_go_under_grid(settings):
+    (name,) = settings
+    with pytest.raises(InputError, match=rf"{name}=.* should be one value; what varies goes under grid"):
+        resolve(Cell({**BASE, **settings}), Sources())
+
+
+def test_a_fault_of_no_kind_at_all_is_refused():
+    with pytest.raises(InputError, match=r"kind=\['outage'\] is unknown"):
+        options(faults=[{"kind": ["outage"]}])
+
+
+def test_one_label_for_two_policies_is_refused_as_their_rows_would_look_alike():
+    written = {"defaults": BASE | {"label": "mine"}, "grid": {"policy.k": [1, 2]}}
+    written["defaults"]["policy"] = "astrolabe"
+    sweep.check(written)  # the column policy.k tells them apart
+    written = {"defaults": BASE | {"label": "mine"}, "grid": {"policy": ["random", "least_loaded"]}}
+    del written["defaults"]["policy"]
+    with pytest.raises(InputError, match="the label 'mine' stands for two runs.*random and least_loaded"):
+        sweep.check(written)
+
+
+def test_a_trace_with_fewer_requests_than_asked_for_is_told_once(tmp_path, capsys):
+    (tmp_path / "t.csv").write_text("prompt_tokens,output_tokens\n" + "5,6\n" * 8)
+    written = {"defaults": BASE | {"trace": str(tmp_path / "t.csv")}, "grid": {"seed": [0, 1]}}
+    assert sweep.run(written, workers=1)["n"].tolist() == [8, 8]
+    assert capsys.readouterr().err.count("t.csv has 8 requests, fewer than the 40 asked for") == 1
+
+
 # --- what the settings stand for --------------------------------------------------------------------------
 
 

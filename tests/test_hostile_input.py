@@ -12,9 +12,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from astrolabe_lab import cli, length, report, rng, trace
-from astrolabe_lab.cost import StepCost
+from astrolabe_lab import arrivals, cli, cost, generators, length, report, rng, trace
+from astrolabe_lab.cost import StepCost, shapes
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.fidelity.measured_run import MeasuredRun
 from astrolabe_lab.parameters import parse_parameters
 from astrolabe_lab.predictor import Predictor, empty_status
 from astrolabe_lab.request import Request
@@ -135,6 +136,62 @@ def test_a_gzip_file_that_unpacks_without_end_is_refused(refusal, monkeypatch):
 def test_a_device_is_no_trace():
     with pytest.raises(InputError, match="/dev/zero is a device"):
         trace.load("/dev/zero")
+
+
+@pytest.mark.parametrize("write", ["csv", "parquet"])
+def test_a_file_of_too_many_columns_is_refused_at_its_header(refusal, monkeypatch, write):
+    monkeypatch.setattr(trace_files, "MAX_COLUMNS", 100)
+    names = [f"c{i}" for i in range(101)]
+    content = ",".join(names) + "\n" if write == "csv" else parquet(**{name: [0, 0] for name in names[2:]})
+    message = refusal(content)
+    assert "has 101 columns, more than the 100" in message and len(message) < 400
+
+
+def test_a_header_that_names_a_column_twice_is_told_by_that_name(refusal):
+    message = refusal("rid,prompt_tokens,rid," + ",".join(f"c{i}" for i in range(1000)) + "\n")
+    assert "names 'rid' more than once" in message and len(message) < 200
+
+
+@pytest.mark.parametrize("many", [10**12, 2**70])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda n: generators.draw("sharegpt_like", n),
+        lambda n: generators.draw("family:mixed", n),
+        lambda n: trace.sample(requests(), n, 0, replace=True),
+        lambda n: arrivals.unit_arrivals("poisson", n, 0),
+    ],
+)
+def test_more_requests_than_fit_a_memory_are_refused_before_they_are_drawn(draw, many):
+    with pytest.raises(InputError, match=f"n={many} is not usable.*at most 100,000,000"):
+        draw(many)
+
+
+def test_running_out_of_memory_is_told_in_a_line(monkeypatch, capsys):
+    def hungry(*_, **__):
+        raise MemoryError("Unable to allocate 72.8 TiB")
+
+    monkeypatch.setattr("astrolabe_lab.doctor.examine", hungry)
+    assert cli.main(["doctor"]) == 1
+    assert "too little memory for that (Unable to allocate 72.8 TiB): ask for less" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("read", [cost.preset, shapes.Model.from_config, lambda p: MeasuredRun.load(p.parent)])
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"\xff\xfe{", "not UTF-8"),
+        (b"{", "not JSON"),
+        (b"[" * 100_000, "nested too deep"),
+        (b"[1]", "not a JSON object"),
+    ],
+)
+def test_a_json_file_that_is_none_is_named(tmp_path, read, content, says):
+    path = tmp_path / "meta.json"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=says) as raised:
+        read(path)
+    assert "meta.json" in str(raised.value)
 
 
 def test_a_million_rows_load_and_round_trip(tmp_path):

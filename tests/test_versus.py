@@ -57,6 +57,46 @@ def test_summaries_compare_as_their_requests_do(many):
     pd.testing.assert_frame_equal(from_requests, from_runs)
 
 
+def test_a_side_that_sheds_load_wins_nothing_of_the_requests_that_are_left(many):
+    a, _ = many
+    slowest = a.groupby("seed")["e2e_s"].rank(pct=True) > 0.8
+    shedding = a.assign(status=np.where(slowest, "rejected", a.status))
+    found = compare(a, shedding)
+    assert row(found, "e2e_mean_s").p_holm < 0.05 and row(found, "e2e_mean_s").pct < -5  # it does look faster
+    assert set(found.winner) == {"A", "no winner"}
+    assert row(found, "ok").winner == row(found, "throughput_rps").winner == "A"
+    assert (row(found, "ok").a_lost, row(found, "ok").b_lost) == (0, slowest.sum())
+    assert row(compare(shedding, a), "e2e_mean_s").winner == "no winner"
+
+
+def test_both_sides_losing_alike_may_be_compared(many):
+    a, _ = many
+    lossy = a.assign(status=np.where(a.rid % 10 == 0, "failed", a.status))
+    assert row(compare(lossy, lossy.assign(finished_s=a.finished_s + 50.0)), "e2e_mean_s").winner == "A"
+
+
+def test_frames_without_rows_and_metrics_without_numbers_are_refused(many):
+    a, b = many
+    with pytest.raises(InputError, match="B holds no run"):
+        compare(a, b.head(0))
+    with pytest.raises(InputError, match="regime of A holds no numbers"):
+        compare(a, b, metrics=["regime"])
+
+
+@pytest.mark.parametrize(
+    "change", [{"control": {"x": 1}}, {"latency_noise": 3}, {"engine": {"nope": 1}}, {"policy": "gone"}]
+)
+def test_a_result_made_in_a_way_unknown_here_cannot_be_made_again(tmp_path, change):
+    frame = run("random", 0, n=20)
+    said = {"policy": "random", "instances": 3, "engine": {}, "cost": {"base_s": 0.01}, "control": {"predict_s": 0.0}}
+    frame.attrs["astrolabe"] = said | {"latency_noise": {}, "seed": 0, "qps": 8.0} | change
+    with pytest.raises(InputError, match="cannot be made again: it was made in a way unknown here"):
+        rerun(frame)
+    for nothing in (None, [1], "x"):
+        frame.attrs["astrolabe"] = nothing
+        assert not can_rerun(frame)
+
+
 def test_a_policy_beside_itself_is_no_winner(many):
     a, _ = many
     luck = pd.concat([run("random", seed, policy_seed=100 + seed) for seed in range(10)])

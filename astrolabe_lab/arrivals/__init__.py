@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from astrolabe_lab.arrivals.profiles import PROFILES, Bursts, Diurnal, Ramp
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
-from astrolabe_lab.trace.columns import as_floats
+from astrolabe_lab.trace.columns import as_floats, checked_requests
 
 if TYPE_CHECKING:
     import numpy as np
@@ -86,8 +86,7 @@ def unit_arrivals(kind: str, n: int, seed: int, alpha: float | None = None) -> n
     if kind not in KINDS:
         more = "; with_arrivals takes the others" if kind in (*PROFILES, "trace") else ""
         raise InputError(f"arrivals kind={kind!r} is unknown: allowed are {', '.join(KINDS)}{more}")
-    if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 1:
-        raise InputError(f"n={n!r} is not usable: the number of arrivals is an integer >= 1")
+    checked_requests(n)
     _check_alpha(kind, alpha)
     rng = stream(seed, "arrivals")
     if kind == "constant":

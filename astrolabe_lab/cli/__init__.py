@@ -54,6 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         if is_process:  # what the libraries still have to say at exit is of no use
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         return 143 if isinstance(stop, Terminated) else 130
+    except MemoryError as error:
+        return _fail(f"this machine has too little memory for that ({error}): ask for less", 1, as_json, debug)
     except Exception as error:
         own = type(error).__module__.startswith("astrolabe_lab")
         message = str(error) if own else f"{type(error).__name__}: {error}"

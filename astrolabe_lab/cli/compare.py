@@ -47,18 +47,22 @@ def compare(args: argparse.Namespace) -> tuple[dict, str]:
 
     from astrolabe_lab import measure
 
-    slo = measure.SLO.parse(args.slo) if args.slo else None
+    slo = measure.SLO.parse(args.slo) if args.slo is not None else None
     if not (math.isfinite(args.effect_pct) and args.effect_pct > 0):
         raise InputError(f"--effect-pct {args.effect_pct} is not a number > 0")
     sides = {name: _load(path, policy) for name, path, policy in _sides(args)}
     again = {"policy": _joined(_load(args.again, args.policy_a))} if args.again else {}
-    if not args.no_rerun:
-        again = _made_again(sides["A"]) | again
-    metrics = [name.strip() for name in args.metrics.split(",")] if args.metrics else None
+    metrics = None if args.metrics is None else list(filter(None, map(str.strip, args.metrics.split(","))))
+    if metrics == []:
+        raise InputError(f"--metrics {args.metrics!r} names no metric: give columns of the summary, as in ttft_p99_s")
     if slo and metrics is None:
         metrics = [*measure.COMPARED, "goodput_rps", "goodput_share"]
     a, b = (_joined(frames) for frames in sides.values())
-    found = measure.compare(a, b, again=again, metrics=metrics, slo=slo, level=args.level, effect_pct=args.effect_pct)
+    options = {"metrics": metrics, "slo": slo, "level": args.level, "effect_pct": args.effect_pct}
+    found = measure.compare(a, b, again=again, **options)
+    made = {} if args.no_rerun else _made_again(sides["A"])  # what is wrong with A and B has been said by now
+    if made:
+        found = measure.compare(a, b, again=made | again, **options)
     names = [str(frame["policy"].iloc[0]) if "policy" in frame else "-" for frame in (a, b)]
     source = sorted({str(name) for frame in (a, b) if "source" in frame for name in frame["source"].unique()})
     record = {
@@ -70,7 +74,25 @@ def compare(args: argparse.Namespace) -> tuple[dict, str]:
         "effect_pct": args.effect_pct,
         "metrics": found.where(pd.notna(found), None).to_dict("records"),
     }
-    return record, _text(found, names, args)
+    mixed = _mixed_code(sides, bool(made))
+    return record | {"mixed_code": mixed}, "\n".join([_text(found, names, args), *mixed])
+
+
+def _mixed_code(sides: dict[str, list[pd.DataFrame]], again: bool) -> list[str]:
+    """Lines for people where runs of different code stand beside each other."""
+    from astrolabe_lab.rerun import about_of
+    from astrolabe_lab.sweep.identity import code
+
+    found, lines = {}, []
+    for name, frames in sides.items():
+        told = [frame["code"] if "code" in frame else [about_of(frame).get("code")] for frame in frames]
+        found[name] = {str(one) for codes in told for one in codes if one is not None}
+    if len(known := found["A"] | found["B"]) > 1:
+        told = "; ".join(f"{name}: {', '.join(sorted(codes))}" for name, codes in found.items())
+        lines.append(f"Made by {len(known)} versions of the code, which may be the difference: {told}.")
+    if again and not found["A"] <= {code()}:
+        lines.append(f"A again was made by the code that is here, {code()}, and A by other code.")
+    return lines
 
 
 def _sides(args):
@@ -99,6 +121,12 @@ def _load(path: str, policy: str | None) -> list[pd.DataFrame]:
             frame = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file)
         except Exception as error:
             raise InputError(f"{file} cannot be read as a result: {error}") from None
+        if not len(frame) or "seed" not in frame and "arrived_s" not in frame:
+            has = ", ".join(map(str, frame.columns[:12]))
+            raise InputError(
+                f"{file} is no result: it has {len(frame):,} rows of {has}; give what `astrolabe simulate` or "
+                "`astrolabe sweep` wrote"
+            )
         if policy is not None:
             if "policy" not in frame or policy not in set(frame["policy"]):
                 has = ", ".join(map(str, frame["policy"].unique())) if "policy" in frame else "none"
@@ -114,9 +142,11 @@ def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
     """One frame of all runs; a result made at a rate gets it as a column."""
     import pandas as pd
 
+    from astrolabe_lab.rerun import about_of
+
     parts = []
     for frame in frames:
-        rate = frame.attrs.get("astrolabe", {}).get("qps")
+        rate = about_of(frame).get("qps")
         frame = frame.assign(qps=rate) if rate is not None and "qps" not in frame else frame.copy(deep=False)
         frame.attrs = {}
         parts.append(frame)
@@ -125,20 +155,23 @@ def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 def _made_again(frames: list[pd.DataFrame]) -> dict[str, pd.DataFrame]:
     """A's runs again, as far as they tell how they were made: with other luck, and with other arrivals."""
-    from astrolabe_lab.rerun import can_rerun, rerun
+    from astrolabe_lab.rerun import about_of, can_rerun, rerun
 
     made: dict[str, list] = {}
     for kind, shift in (("policy", LUCK_SEED), ("arrivals", ARRIVALS_SEED)):
         if not all(can_rerun(frame, kind == "arrivals") for frame in frames):
             continue
         for frame in frames:
-            about = frame.attrs["astrolabe"]
+            about = about_of(frame)
             if kind == "arrivals" and about.get("arrivals") == "trace":
                 break
             line = f"A again, other {'luck' if kind == 'policy' else kind}: {len(frame):,} requests"
             print(f"astrolabe: {line}, seed {about['seed']}", file=sys.stderr, flush=True)
             other = {"policy_seed": shift + about["seed"]} if kind == "policy" else {"seed": shift + about["seed"]}
-            again = rerun(frame, **other)
+            try:
+                again = rerun(frame, **other)
+            except InputError as error:
+                raise InputError(f"A again: {error}; --no-rerun compares without it") from error
             again.attrs = dict(frame.attrs)
             made.setdefault(kind, []).append(again)
     return {kind: _joined(runs) for kind, runs in made.items() if len(runs) == len(frames)}
@@ -168,6 +201,13 @@ def _text(found: pd.DataFrame, names: list[str], args) -> str:
         "A/A: A against itself, on the same requests with other draws of the router (luck), and with other arrivals.",
         f"seeds: needed to see a difference of {args.effect_pct:g} % with 80 % power.",
     ]
+    for side in "ab":
+        if lost := int((found.drop_duplicates("qps") if several else found.head(1))[f"{side}_lost"].sum()):
+            lines.append(
+                f"{side.upper()} lost {lost:,} request{'s' * (lost > 1)}: rejected, failed or aborted. Rows ending in "
+                "_all_s count them as infinitely late; the other latencies are of those that ended well, and no side "
+                "that lost more wins them."
+            )
     if found["aa_policy_pct"].isna().all():
         lines.append(
             "No A/A row of luck: these files do not tell how to make A again; give --again FILE, A made with"

@@ -73,6 +73,8 @@ def load_requests(
     first = args.requests if generators.is_generator(args.trace) or not sample else None
     frame = generators.requests(args.trace, first, args.seed, text, **loading)
     _say_what_is_missing(args.trace, frame)
+    if first is not None and len(frame) < first:
+        _log(f"{args.trace} has {len(frame):,} requests, fewer than the {first:,} asked for")
     if sample:
         frame = trace.sample(frame, args.requests, args.seed, replace=sample == "resample")
     if kind == "trace" and "arrived_s" not in frame and (times or args.qps is not None):

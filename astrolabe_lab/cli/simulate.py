@@ -117,6 +117,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     from astrolabe_lab.measure import summarise
     from astrolabe_lab.sim.cluster import LatencyNoise
     from astrolabe_lab.sim.cluster import simulate as replay
+    from astrolabe_lab.sweep.identity import code
 
     out = result.check_output(args.out)
     if out.exists() and Path(args.trace).exists() and out.samefile(args.trace):
@@ -159,6 +160,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
         "cost": cost.to_dict(),
         "control": dataclasses.asdict(control),
         "latency_noise": dataclasses.asdict(latency_noise),
+        "code": code(),
     }
     result.save(frame, out, **settings)
     summary = summarise(frame, by=()).to_dict("records")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from pathlib import Path
 
 from astrolabe_lab.errors import InputError
 
@@ -64,19 +65,20 @@ def sweep(args: argparse.Namespace) -> tuple[dict, str]:
             f"about {_span(found['wall_s'])} on {found['workers']} cores ({_span(found['computing_s'])} of computing; "
             f"from {found['trials']} trial runs)"
         )
-    if args.out is None:
+    if not args.out:
         raise InputError("--out is missing: the folder that keeps the runs (or --dry-run, to look at the grid only)")
     began = time.perf_counter()
     frame = sweep.run(
         args.grid, args.out, on=args.on, workers=args.workers, keep=args.keep, mix=args.mix, retries=args.retries
     )
     wall_s = time.perf_counter() - began
+    summary = Path(args.out) / "summary.parquet"
     runs = sweep.read(args.out).attrs["sweep"]["runs"]
-    record = {"out": args.out, "summary": f"{args.out}/summary.parquet", "rows": len(frame), "runs": runs}
+    record = {"out": args.out, "summary": str(summary), "rows": len(frame), "runs": runs}
     text = f"{len(frame):,} runs ({runs['made_before']:,} made before) in {_span(wall_s)}"
     if len(codes := sorted(set(frame["code"]))) > 1:
         text += f"\nrows of {len(codes)} versions of the code, told apart by the column code: {', '.join(codes)}"
-    text += f"\nwrote {args.out}/summary.parquet"
+    text += f"\nwrote {summary}"
     return record | {"codes": codes, "source": "simulated", "wall_s": wall_s}, text
 
 

@@ -3,7 +3,6 @@
 A preset is a step cost with the engine it belongs to, where it comes from and how far it can be trusted.
 """
 
-import json
 from dataclasses import dataclass, field, fields
 from importlib import resources
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from astrolabe_lab.cost.grid import Grid, tabulate
 from astrolabe_lab.cost.step_cost import COUNTS, KEYS, REGIMES, RangeWarning, Regime, StepCost, warn_outside
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.text_files import json_object
 
 __all__ = [
     "COUNTS", "KEYS", "REGIMES", "Grid", "Preset", "RangeWarning", "Regime", "StepCost", "preset", "presets",
@@ -74,13 +74,8 @@ def preset(name):
     if not own and name not in presets():
         raise InputError(f"unknown preset {name!r}; known: {known}, or give the path of a JSON file")
     path = Path(name) if own else _shipped() / f"{name}.json"
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"preset file {str(name)!r}: {error.strerror}; known presets: {known}") from None
-    except ValueError as error:
-        raise InputError(f"preset file {str(name)!r} is not JSON ({error}); see Preset.to_dict()") from None
-    if own and isinstance(entries, dict) and entries.get("kind") == CALIBRATION:
+    entries = json_object(path, "this preset", f"; known presets: {known}")
+    if own and entries.get("kind") == CALIBRATION:
         from astrolabe_lab.calibrate.artifact import Calibration
 
         return Calibration.from_dict(entries, str(name)).preset()

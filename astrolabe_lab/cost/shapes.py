@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
-from pathlib import Path
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.text_files import json_object
 
 FP16_BYTES = 2
 GIB = 2**30
@@ -65,8 +64,8 @@ class Model:
     @classmethod
     def from_config(cls, path):
         """The shape in a Hugging Face config.json. Raises InputError for a file that lacks a size."""
+        config = json_object(path, "this model config")
         try:
-            config = json.loads(Path(path).read_text(encoding="utf-8"))
             heads = config["num_attention_heads"]
             shape = {
                 "layers": config["num_hidden_layers"],
@@ -79,8 +78,6 @@ class Model:
                 "max_model_len": config["max_position_embeddings"],
             }
             tied = bool(config.get("tie_word_embeddings", False))
-        except OSError as error:
-            raise InputError(f"model config {str(path)!r}: {error.strerror}") from None
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
             raise InputError(
                 f"model config {str(path)!r} is not a Hugging Face config.json of a dense decoder ({error!r})"

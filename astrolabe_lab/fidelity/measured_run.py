@@ -11,6 +11,7 @@ import numpy as np
 
 from astrolabe_lab.cost import shapes
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.text_files import json_object, text_of
 
 STATISTICS = {
     "mean": np.mean,
@@ -25,6 +26,7 @@ ENGINE_FLAGS = (
     "max_num_seqs", "max_num_batched_tokens", "block_size", "num_gpu_blocks", "max_model_len",
     "enable_chunked_prefill", "async_scheduling", "enable_prefix_caching", "gpu_memory_utilization",
 )  # fmt: skip
+MOST_S = 1e15  # clocks count from anywhere, but no further
 ALONE = {"tensor_parallel_size": 1, "data_parallel_size": 1, "pipeline_parallel_size": 1}
 
 
@@ -52,21 +54,22 @@ class MeasuredRun:
     def load(cls, folder):
         """The run in a folder with meta.json and requests.jsonl. Raises InputError for what is missing or damaged."""
         folder = Path(folder)
-        meta = _json(folder / "meta.json")
+        path = folder / "meta.json"
+        meta = json_object(path, "the measured run's meta.json", "; give the folder that holds it and requests.jsonl")
         kwargs = meta.get("engine_kwargs")
         if not isinstance(kwargs, dict) or not meta.get("vllm_version"):
-            raise InputError(f"{folder / 'meta.json'} lacks engine_kwargs or vllm_version")
+            raise InputError(f"{path} lacks engine_kwargs or vllm_version")
         for name, only in ALONE.items():
             if kwargs.get(name, only) != only:
-                raise InputError(f"{folder / 'meta.json'}: {name}={kwargs[name]}; only runs of one GPU can be compared")
+                raise InputError(f"{path}: {name}={kwargs[name]}; only runs of one GPU can be compared")
         if kwargs.get("kv_cache_dtype", "auto") not in ("auto", "bfloat16", "float16"):
-            raise InputError(f"{folder / 'meta.json'}: kv_cache_dtype={kwargs['kv_cache_dtype']} is not modelled")
+            raise InputError(f"{path}: kv_cache_dtype={kwargs['kv_cache_dtype']} is not modelled")
         cache = meta.get("kv_cache") if isinstance(meta.get("kv_cache"), dict) else {}
-        scheduler = (meta.get("resolved_config") or {}).get("scheduler_config") or {}
+        scheduler = _object(_object(meta, "resolved_config", path), "scheduler_config", path)
         flags = {name: value for name in ENGINE_FLAGS if (value := kwargs.get(name)) is not None}
         for source in (cache, scheduler):
             flags |= {name: source[name] for name in ENGINE_FLAGS if source.get(name) is not None}
-        hardware = str((meta.get("hardware") or {}).get("device_name", ""))
+        hardware = str(_object(meta, "hardware", path).get("device_name", ""))
         return cls(
             str(kwargs.get("model") or meta.get("model")), str(meta["vllm_version"]), flags,
             _requests(folder / "requests.jsonl"), _peer(folder / "summary.txt"), f"{hardware} {folder.resolve().name}",
@@ -81,18 +84,14 @@ class MeasuredRun:
 def _requests(path):
     import pandas as pd
 
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"measured requests {str(path)!r}: {getattr(error, 'strerror', None) or error}") from None
     rows = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text_of(path, "the measured requests").split("\n"), 1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
             row = {ours: entry[theirs] for theirs, ours in COUNTS.items()} | {name: entry[name] for name in TIMES}
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise InputError(
                 f"{path}, line {number} is no request with {', '.join([*COUNTS, *TIMES])} ({error})"
             ) from None
@@ -100,8 +99,8 @@ def _requests(path):
         if any(isinstance(v, bool) or not isinstance(v, int) or v < 1 for v in whole):
             raise InputError(f"{path}, line {number}: {', '.join(COUNTS)} must be whole numbers >= 1, not {whole}")
         times = [row[name] for name in TIMES]
-        if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not np.isfinite(v) for v in times):
-            raise InputError(f"{path}, line {number}: {', '.join(TIMES)} must be numbers, not {times}")
+        if any(isinstance(v, bool) or not isinstance(v, (int, float)) or not abs(v) <= MOST_S for v in times):
+            raise InputError(f"{path}, line {number}: {', '.join(TIMES)} must be numbers of seconds, not {times}")
         if times != sorted(times):
             raise InputError(f"{path}, line {number}: {', '.join(TIMES)} must follow each other, not {times}")
         rows.append(row)
@@ -132,13 +131,9 @@ def _peer(path):
     return found
 
 
-def _json(path):
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"measured run {str(path)!r}: {error.strerror}; give the folder with meta.json") from None
-    except ValueError as error:
-        raise InputError(f"measured run {str(path)!r} is not JSON ({error})") from None
-    if not isinstance(entries, dict):
-        raise InputError(f"measured run {str(path)!r} is not a JSON object")
-    return entries
+def _object(entries, name, path):
+    """The object `entries[name]`; an empty one where there is none."""
+    found = {} if entries.get(name) is None else entries[name]
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: {name} is {found!r:.60}; it must be a JSON object")
+    return found

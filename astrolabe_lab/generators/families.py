@@ -11,7 +11,6 @@ predictor's error is known, as for ``sharegpt_like``.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +18,7 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators.families_wording import write
 from astrolabe_lab.rng import stream
 from astrolabe_lab.tokens import APPROXIMATION
+from astrolabe_lab.trace.columns import checked_requests
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,8 +125,7 @@ def _draw(name: str, n: int, seed: int) -> _Drawn:
 
     if name not in NAMES:
         raise InputError(f"family {name!r} is unknown: allowed are {', '.join(NAMES)}")
-    if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1:
-        raise InputError(f"n={n!r} is not usable: the number of requests is an integer >= 1")
+    n = checked_requests(n)
     which, slo = stream(seed, f"family {name}").random((n, 2)).T
     z_prompt, z_asked, z_noise = stream(seed, f"family {name} lengths").standard_normal((n, 3)).T
     if name == "mixed":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators.servegen_files import WINDOW_S, Client, distribution, read_clients
 from astrolabe_lab.generators.servegen_windows import draw_window
-from astrolabe_lab.trace.columns import ordered_frame
+from astrolabe_lab.trace.columns import checked_requests, ordered_frame
 
 if TYPE_CHECKING:
     import numpy as np
@@ -191,8 +191,8 @@ def generate(
 def _check(n, duration_s, qps, shape) -> None:
     if shape not in ("fitted", "cv"):
         raise InputError(f"shape={shape!r} is unknown: allowed are fitted and cv")
-    if n is not None and (isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1):
-        raise InputError(f"n={n!r} is not usable: the number of requests is an integer >= 1, or None")
+    if n is not None:
+        checked_requests(n)
     for name, value in (("duration_s", duration_s), ("qps", qps)):
         good = isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0
         if value is not None and not good:

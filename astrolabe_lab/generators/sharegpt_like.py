@@ -17,12 +17,10 @@ tokens and 24.4 %.
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators.sharegpt_wording import (
     OPENER_SHARES,
     OPENER_SIZES,
@@ -38,6 +36,7 @@ from astrolabe_lab.generators.sharegpt_wording import (
 )
 from astrolabe_lab.rng import stream
 from astrolabe_lab.tokens import APPROXIMATION, count_tokens
+from astrolabe_lab.trace.columns import checked_requests
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,8 +154,7 @@ def _draw(n: int, seed: int) -> _Drawn:
     """Draw the wording of n prompts; row i takes the i-th row of uniforms, whatever n is."""
     import numpy as np
 
-    if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1:
-        raise InputError(f"n={n!r} is not usable: the number of requests is an integer >= 1")
+    n = checked_requests(n)
     u = stream(seed, "sharegpt_like wording").random((n, 10)).T
     task = _weighted(u[0], [t.weight for t in TASKS])
     of_task = {name: np.array([getattr(t, name) for t in TASKS])[task] for name in ("pasted", "styled")}

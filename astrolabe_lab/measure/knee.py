@@ -18,6 +18,7 @@ LIMIT_S = 10.0  # the Astrolabe paper's: P99 TTFT <= 10 s
 SUSTAINED_REQUESTS = 30_000
 METRICS = ("ttft_p99", "tpot_p99", "e2e_p99")
 COLUMN = {"finite": "{}_all_s", "sustained": "{}_third_s"}  # of `summarise`
+MOST_STEPS = 100_000  # of the range
 SCOUTS = 3  # seeds of the coarse scan
 
 Runs = Callable[[Sequence[float], Sequence[int]], pd.DataFrame]  # (rates, seeds) -> a summary row for each pair
@@ -148,10 +149,15 @@ class _Grid:
     """The rates that are ever run: multiples of the fine step from the start of the range."""
 
     def __init__(self, low: float, high: float, coarse: float, fine: float) -> None:
-        if not (0 < low < high and 0 < fine <= coarse):
+        if not (0 < low < high < math.inf and 0 < fine <= coarse < math.inf):
             raise InputError(
                 f"qps_range=({low}, {high}) with steps of {coarse} and {fine}: want 0 < low < high and "
-                "0 < fine_qps <= coarse_qps"
+                "0 < fine_qps <= coarse_qps, all finite"
+            )
+        if (high - low) / fine > MOST_STEPS:
+            raise InputError(
+                f"qps_range=({low}, {high}) holds more than {MOST_STEPS:,} steps of {fine}: narrow it, or take "
+                "larger steps"
             )
         self.fine_qps, self.stride = fine, max(round(coarse / fine), 1)
         self.low, self.high = low, low + fine * math.floor((high - low) / fine + 1e-9)

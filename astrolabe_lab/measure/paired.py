@@ -62,6 +62,8 @@ def best_and_undecided(summary: pd.DataFrame, metric: str, level: float = 0.95) 
     means = over_seeds(summary, metric, level=level)
     rows = []
     for qps, points in means.groupby("qps"):
+        if not points["mean"].notna().any():
+            raise InputError(f"{metric} is missing of every policy at qps {qps:g}: none can be called best")
         best = points.loc[points["mean"].idxmin()]
         at_qps = summary[summary["qps"] == qps]
         others = paired_difference(at_qps, metric, best["policy"], level)

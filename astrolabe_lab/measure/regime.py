@@ -110,7 +110,8 @@ def waiting_trend(results: pd.DataFrame, warm_up_s: float = 0.0) -> tuple[float,
     moments = arrived_s[0] + warm_up_s + span_s * (np.arange(BATCHES * LOOKS) + 0.5) / (BATCHES * LOOKS)
     waiting = np.searchsorted(arrived_s, moments, side="right") - np.searchsorted(begun_s, moments, side="right")
     slope, p = trend(waiting.reshape(BATCHES, LOOKS).mean(axis=1))
-    return slope * BATCHES / span_s, p
+    with np.errstate(over="ignore"):
+        return float(np.float64(slope * BATCHES) / span_s), p
 
 
 def trend(means: np.ndarray) -> tuple[float, float]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
+from pandas.api.types import is_numeric_dtype
 
 from astrolabe_lab.errors import InputError
 
@@ -20,7 +21,8 @@ METRICS = (
     *("ttft_mean_s", "ttft_p99_s", "ttft_p99_all_s", "tpot_mean_s", "e2e_mean_s", "e2e_p99_s"),
     *("e2e_per_token_mean_s", "throughput_rps", "preemptions"),
 )
-HIGHER_IS_BETTER = ("throughput_rps", "output_tokens_per_s", "total_tokens_per_s", "goodput")
+HIGHER_IS_BETTER = ("ok", "throughput_rps", "output_tokens_per_s", "total_tokens_per_s", "goodput")
+LOST_SHARE = 0.001  # of the requests sent: losing so much more changes a latency of those that are left
 KINDS = {"policy": "same requests, other luck of the router", "arrivals": "other arrivals"}
 TENTHS = 10
 EFFECT_PCT = 2.0
@@ -48,7 +50,12 @@ def compare(
     percent of A's mean `pct, low_pct, high_pct`; `interval` (what that is), `seeds`, `p` and `p_holm`
     (corrected for the rows of the table); `winner` ("A", "B" or "no winner": p_holm at least 1 - level);
     `aa_policy_pct, aa_policy_low_pct, aa_policy_high_pct`, the same of A against itself, and `aa_arrivals_...`;
-    `seeds_needed`, to show a difference of `effect_pct` percent with 80 % power.
+    `seeds_needed`, to show a difference of `effect_pct` percent with 80 % power; `a_lost, b_lost`, the requests of
+    each side that did not end well.
+
+    Where one side lost more requests than the other (by over a thousandth of those sent), it wins no row that is of
+    the requests that are left, such as `e2e_mean_s`: shedding load makes those fast. The rows that count all sent
+    (`..._all_s`, throughput, goodput, and then `ok`, how many ended well) are as always.
 
     The interval is `interval` over seeds. With one seed, a latency's is that over ten successive tenths of the
     run, which tells about that run alone; past capacity, or in a short run, where tenths are unlike, there is
@@ -56,9 +63,14 @@ def compare(
     InputError where runs are unpaired, or a frame holds several policies.
     """
     a, b = _Side("A", a, slo), _Side("B", b, slo)
-    metrics = [name for name in METRICS if name in a.summary and name in b.summary] if metrics is None else [*metrics]
+    if metrics is None:
+        metrics = [name for name in METRICS if name in a.summary and name in b.summary]
+        metrics += ["ok"] * (a.lost > 0 or b.lost > 0)
+    metrics = list(dict.fromkeys(metrics))
     for side in (a, b):
         require_columns(side.summary, metrics)
+        if words := [name for name in metrics if not is_numeric_dtype(side.summary[name])]:
+            raise InputError(f"metrics: {listed(words)} of {side.name} holds no numbers, and has no difference")
     others = {kind: _Side(f"A again ({kind})", frame, slo) for kind, frame in (again or {}).items()}
     if unknown := sorted(set(others) - set(KINDS)):
         raise InputError(f"again holds {listed(unknown)}; allowed are {listed(KINDS)}")
@@ -76,7 +88,9 @@ def compare(
     found["p_holm"] = holm(found["p"])
     better = np.where([_higher_is_better(name) for name in found["metric"]], -1, 1) * found["difference"]
     winner = np.where(better < 0, "B", "A")
-    found["winner"] = np.where(found["p_holm"] < 1 - level, winner, NO_WINNER)
+    of_all = [name.endswith("_all_s") or _higher_is_better(name) for name in found["metric"]]
+    shed = ~np.array(of_all) & (winner == found.pop("lost_more"))
+    found["winner"] = np.where((found["p_holm"] < 1 - level) & ~shed, winner, NO_WINNER)
     first = ["metric", "qps", "a", "b", "difference", "pct", "low_pct", "high_pct", "interval", "seeds"]
     if found["qps"].nunique() < 2:
         first.remove("qps")
@@ -90,6 +104,8 @@ class _Side:
     def __init__(self, name: str, frame: pd.DataFrame, slo: SLO | None) -> None:
         self.name = name
         self.requests: pd.DataFrame | None = None
+        if frame.empty:
+            raise InputError(f"{name} holds no run: its frame has no rows")
         if "status" in frame and "arrived_s" in frame:
             self.requests = frame if "qps" in frame else frame.assign(qps=math.nan)
             self.requests = self.requests if "seed" in frame else self.requests.assign(seed=0)
@@ -110,6 +126,11 @@ class _Side:
             row = summary[twice].iloc[0]
             raise InputError(f"{name} has several runs of {_point(row['qps'], row['seed'])}: keep one")
         self.summary = summary.sort_values(["qps", "seed"], ignore_index=True)
+
+    @property
+    def lost(self) -> int:
+        """Requests sent that did not end well; 0 where the summary does not tell."""
+        return int((self.summary["n"] - self.summary["ok"]).sum()) if "ok" in self.summary else 0
 
     def at(self, qps: float) -> "_Side":
         """The runs at one rate."""
@@ -164,6 +185,9 @@ def _row(metric: str, a: _Side, b: _Side, again: Mapping[str, _Side], level: flo
     base = float(a.summary[metric].mean())
     row = {"metric": metric, "a": base, "b": float(b.summary[metric].mean())}
     row |= _difference(metric, a, b, base, level)
+    row |= {"a_lost": a.lost, "b_lost": b.lost}
+    much = LOST_SHARE * a.summary["n"].sum()
+    row["lost_more"] = "A" if a.lost - b.lost > much else "B" if b.lost - a.lost > much else ""
     for kind in KINDS:
         if kind in again:
             aa = _difference(metric, a, again[kind], base, level, paired=kind == "policy")
@@ -188,7 +212,8 @@ def _difference(metric: str, a: _Side, b: _Side, base: float, level: float, pair
         mean, low, high, p, spread, name = _within(metric, a, b, float(gaps[0]), level)
     else:
         mean, low, high = interval(gaps, level)
-        p, spread = p_value(gaps), float(gaps.std(ddof=1)) if n > 1 else math.nan
+        spread = float(gaps.std(ddof=1)) if n > 1 and np.isfinite(gaps).all() else math.nan
+        p = p_value(gaps)
         name = "over seeds" if n > 1 else "none: one seed"
     return {"difference": mean, "interval": name, "seeds": n, "p": p, "spread": spread} | _percent(
         mean, low, high, base
@@ -203,7 +228,8 @@ def _percent(mean: float, low: float, high: float, base: float) -> dict[str, flo
 def _halves(values: np.ndarray, base: float, level: float) -> dict:
     """A's seeds against one another: the second half minus the first."""
     half = len(values) // 2
-    return _percent(*interval(values[half : 2 * half] - values[:half], level), base)
+    with np.errstate(invalid="ignore"):  # infinitely late on both sides
+        return _percent(*interval(values[half : 2 * half] - values[:half], level), base)
 
 
 def _within(metric: str, a: _Side, b: _Side, gap: float, level: float) -> tuple:

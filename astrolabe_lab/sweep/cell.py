@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from astrolabe_lab import generators
 from astrolabe_lab.errors import InputError
 
-from . import identity, pools
+from . import identity, keys, pools
 from .settings import members, options_of, policy_of, slo_of
 from .sources import GENERATORS, SAMPLES, Requests, Sources, prepared
 
@@ -94,6 +94,7 @@ def resolve(cell: Cell, sources: Sources) -> Run:
     """The run of a cell. Raises InputError for a setting that is not allowed, named with its run."""
     given = cell.settings
     try:
+        keys.check_single(given)
         policy = policy_of(given)
         options = options_of(given, sources.folder)
         usual = "trace" if given.get("qps") is None else generators.arrivals_of(given.get("trace"))

@@ -92,7 +92,21 @@ class Conductor:
 
     def _told(self, which: Sequence[int]) -> Progress:
         labels = [self.runs[index].cell.label for index in which]
+        if self.progress is not False:
+            for line in dict.fromkeys(filter(None, map(self._short_of_requests, self.runs))):
+                tell(line)
         return Progress(self.progress, labels, len(self.runs), self.workers or crew.cores())
+
+    def _short_of_requests(self, run: Run) -> str:
+        """What to say of a run that asks for more of a trace's first requests than it has."""
+        asked, frame = run.requests.count, self.sources.frames.get(run.requests.source)
+        if asked is None or frame is None or run.requests.sample != "head" or len(frame) >= asked:
+            return ""
+        trace = run.cell.settings["trace"]
+        named = str(trace) if isinstance(trace, str) or hasattr(trace, "__fspath__") else "the trace"
+        return (
+            f"{named} has {len(frame):,} requests, fewer than the {asked:,} asked for: such runs are of {len(frame):,}"
+        )
 
     def _made(self, which: Sequence[int], keep: bool = False, failures: str = "raise") -> Iterator[tuple[int, object]]:
         """(index, (summary, result frame or None) or a Failure) of the runs at these indices, as they end.

@@ -106,7 +106,7 @@ class Grid:
                 for key in keys.flat(point, "grid"):
                     if seen.setdefault(key, number) != number:
                         raise InputError(f"{key} is in two axes of the grid (grid, zip or cells): keep it in one")
-            if repeated := {_shown(point) for at, point in enumerate(axis) if point in axis[:at]}:
+            if repeated := {_shown(point) for point in _repeated(axis)}:
                 raise InputError(f"{name} holds {', '.join(sorted(repeated))} more than once: label each or drop it")
         for rule in self.exclude:
             keys.flat(rule, "exclude")
@@ -130,6 +130,21 @@ class Grid:
 
     def __len__(self) -> int:
         return sum(1 for _ in self.points()) if self.exclude else math.prod(map(len, self.axes))
+
+
+def _repeated(axis: Sequence[Mapping[str, object]]) -> Iterator[Mapping[str, object]]:
+    """The points that stand there before; an axis may have a million."""
+    hashed: set[tuple] = set()
+    others: list[Mapping[str, object]] = []  # lists, policy objects that define equality, ...: compared one by one
+    for point in axis:
+        try:
+            known = (key := tuple(sorted(point.items(), key=lambda item: item[0]))) in hashed
+            hashed.add(key)
+        except TypeError:
+            known = point in others
+            others.append(point)
+        if known:
+            yield point
 
 
 def _columns(point: Mapping[str, object]) -> dict[str, object]:

@@ -60,6 +60,20 @@ BOTH = ("policy", "constants")  # groups whose text is a name
 WHOLE_STEP = ("pad_sizes", "frontend_s")  # of a step cost: the same in both regimes
 CONTROL = ("status_interval_s", "tag_s", "predict_s", "dispatch_s", "routers")
 OBJECTS = ("engine", "cost", "predictor_cost", "control", "latency_noise", "hand_off")  # what Python may give whole
+SINGLE = (
+    "format",
+    "on_bad",
+    "unsorted",
+    "requests",
+    "sample",
+    "lengths",
+    "qps",
+    "arrivals",
+    "alpha",
+    "label",
+    "delays",
+)
+SINGLE += ("status_interval_s", "tag_s", "dispatch_s", "routers", "extension_tokens", "seed", "policy_seed")
 NOT_KEYS = ("compiled", "leaps", "progress")  # of `simulate`: they change no result
 
 
@@ -98,6 +112,13 @@ def members(group: str) -> tuple[str, ...]:
     if group == "filter":
         return (*trace.FILTERS, *trace.CHOICES)
     return (*cost.KEYS, *WHOLE_STEP, *(f"{regime}.{key}" for regime in cost.REGIMES for key in cost.KEYS))
+
+
+def check_single(settings: Mapping[str, object]) -> None:
+    """Raise InputError for a list or mapping where one value belongs."""
+    for key, value in settings.items():
+        if isinstance(value, (list, tuple, set, Mapping)) and (key in SINGLE or key.startswith("filter.")):
+            raise InputError(f"{key}={value!r} should be one value; what varies goes under grid, {key}: [...]")
 
 
 def flat(settings: Mapping[str, object], where: str) -> dict[str, object]:

@@ -11,7 +11,7 @@ from astrolabe_lab.sweep import crew
 from . import keys
 from .cell import Run, arrive, measure, resolve, whole
 from .grid import Grid
-from .settings import PRESET
+from .settings import PRESET, policy_of
 from .sources import Sources
 
 FEW = 3  # requests of a rehearsal
@@ -59,6 +59,7 @@ def planned(grid: Grid) -> tuple[list[Run], Sources]:
     """The runs of a grid, after a few requests have gone through each of its settings but rates and seeds."""
     sources = Sources(grid.folder)
     runs = [resolve(cell, sources) for cell in grid.cells()]
+    _check_told_apart(runs)
     rehearsed, arrived = set(), set()
     for one in runs:
         rate = one.requests.source, one.requests.count, one.qps, one.arrivals, one.alpha
@@ -79,6 +80,19 @@ def planned(grid: Grid) -> tuple[list[Run], Sources]:
         rehearsed.add(setting)
         arrived.add(rate)
     return runs, sources
+
+
+def _check_told_apart(runs: Iterable[Run]) -> None:
+    """Raise InputError for two runs whose rows would look alike."""
+    seen: dict[tuple, Run] = {}
+    for run in runs:
+        key = run.cell.label, run.qps, run.seed, *run.cell.columns.items()
+        if (other := seen.setdefault(key, run)) is not run:
+            raise InputError(
+                f"the label {run.cell.label!r} stands for two runs that nothing else tells apart, of "
+                f"{policy_of(other.cell.settings)} and {policy_of(run.cell.settings)}, at {run.qps} QPS and seed "
+                f"{run.seed}: give each policy a label of its own (cells: [{{policy: ..., label: ...}}, ...])"
+            )
 
 
 def estimate(grid: Grid | Mapping[str, object] | str | Path, workers: int | None = None) -> dict[str, object]:

@@ -135,7 +135,7 @@ def _faults(value: object) -> tuple:
         if isinstance(entry, Mapping):
             settings = dict(entry)
             kind = settings.pop("kind", None)
-            if kind not in kinds:
+            if not isinstance(kind, str) or kind not in kinds:
                 raise InputError(f"faults: kind={kind!r} is unknown: allowed are {' and '.join(kinds)}")
             allowed = [one.name for one in fields(kinds[kind])]
             for key in settings:

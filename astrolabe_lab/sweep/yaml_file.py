@@ -1,4 +1,7 @@
-"""YAML as its readers expect it: a key twice is an error, `1e-7` is a number, `on` and `no` are words."""
+"""YAML as its readers expect it: a key twice is an error, `1e-7` is a number, `on` and `no` are words.
+
+Anchors and merges (`<<: *usual`) work; a key of the mapping itself wins over a merged one.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from pathlib import Path
 import yaml
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.text_files import text_of
+
+MERGE = "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
@@ -31,6 +37,8 @@ _Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader
 def _mapping(loader, node, deep=False):
     seen = set()
     for key_node, _ in node.value:
+        if key_node.tag == MERGE:
+            continue
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, str):
             raise InputError(f"line {key_node.start_mark.line + 1}: the key {key!r} is no name; put it in quotes")
@@ -45,11 +53,7 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping
 
 def read(path: Path) -> object:
     """What the file holds. Raises InputError for a file that cannot be read, or is no YAML."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise InputError(f"{path}: cannot read this grid: {why}") from None
+    text = text_of(path, "this grid")
     try:
         found = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:

@@ -15,6 +15,7 @@ COLUMNS = (
 )
 MAX_TOKENS = 10**9
 MAX_SECONDS = 1e10  # Unix times in seconds fit; beyond, float64 can no longer tell microseconds apart
+MAX_REQUESTS = 10**8  # drawn at once; some gigabytes
 _COUNT = (1, MAX_TOKENS, f"an integer from 1 to {MAX_TOKENS:,}")
 _NUMBERS = {
     "rid": (0, 2**53 - 1, f"an integer >= 0, at most {2**53 - 1}"),  # what float64 holds exactly
@@ -172,6 +173,13 @@ def listed(complaints: dict[int, str], where, rows: int) -> str:
     shown = "; ".join(f"{where(i)}: {complaints[i]}" for i in first)
     more = f"; and {len(complaints) - 3:,} more" if len(complaints) > 3 else ""
     return f"{len(complaints):,} of {rows:,} rows bad: {shown}{more}."
+
+
+def checked_requests(n) -> int:
+    """`n`, if it is a number of requests that can be drawn. Raises InputError."""
+    if isinstance(n, bool) or not hasattr(n, "__index__") or not 1 <= operator.index(n) <= MAX_REQUESTS:
+        raise InputError(f"n={n!r} is not usable: the number of requests is an integer >= 1, at most {MAX_REQUESTS:,}")
+    return operator.index(n)
 
 
 def ordered_frame(columns: dict):

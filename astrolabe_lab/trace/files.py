@@ -7,25 +7,25 @@ import csv
 import gzip
 import io
 import json
-import os
-import stat
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.text_files import refuse_device
 from astrolabe_lab.trace.columns import Table
 
+MAX_COLUMNS = 10_000
 MAX_UNPACKED = 2**30  # bytes of a gzip file; a small file can hold any number of them
 
 
 def read_bytes(path: Path) -> bytes:
     """What the file holds, unpacked if it is gzipped, whatever its name. Raises InputError if it cannot be had."""
     try:
-        if stat.S_IFMT(os.stat(path).st_mode) in (stat.S_IFCHR, stat.S_IFBLK):
-            raise InputError(f"{path} is a device, which may never end: give a file")
+        refuse_device(path)
         content = path.read_bytes()
     except IsADirectoryError:
         raise InputError(
@@ -77,10 +77,11 @@ def csv_table(text: str, path: Path) -> Table:
     rows = 0
     try:
         header = [name.strip() for name in next(reader)]
+        _check_width(len(header), path)
         if not header or len(set(header)) != len(header):
-            raise InputError(
-                f"{path}, line 1: the header {header} is empty or names a column twice; name each column once"
-            )
+            repeated = [name for name, count in Counter(header).items() if count > 1]
+            what = f"names {', '.join(map(repr, repeated[:3]))} more than once" if repeated else "is empty"
+            raise InputError(f"{path}, line 1: the header {what}; name each column once")
         columns = [[] for _ in header]
         # In blocks: keeping a list for every row costs more in garbage collection than reading does.
         while block := list(islice(reader, 8192)):
@@ -103,6 +104,14 @@ def csv_table(text: str, path: Path) -> Table:
     return Table("csv", named, lambda i: f"line {_line(text, i + 1)}", bad)
 
 
+def _check_width(columns: int, path: Path) -> None:
+    if columns > MAX_COLUMNS:
+        raise InputError(
+            f"{path} has {columns:,} columns, more than the {MAX_COLUMNS:,} that a trace may have: a trace has a row "
+            "for each request; is this one transposed, or something else?"
+        )
+
+
 def _line(text: str, row: int | None) -> int:
     """The line where a row starts, the header being row 0; None: the row that cannot be read."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
@@ -118,8 +127,13 @@ def parquet_table(content: bytes, path: Path) -> Table:
     import pandas as pd
 
     try:
+        import pyarrow.parquet as pq
+
+        _check_width(pq.ParquetFile(io.BytesIO(content)).metadata.num_columns, path)
         frame = pd.read_parquet(io.BytesIO(content))
         columns = {str(name): frame[name].to_numpy() for name in frame}
+    except InputError:
+        raise
     except Exception as error:  # pyarrow raises many kinds for damaged files, some only on conversion
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path} is not a readable Parquet file ({reason}); is it cut short? fetch it again") from None

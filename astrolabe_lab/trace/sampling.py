@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
+from astrolabe_lab.trace.columns import checked_requests
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,8 +30,7 @@ def sample(frame: pd.DataFrame, n: int | None, seed: int, replace: bool = False)
     if not len(frame):
         raise InputError("sample: the trace has no rows; give at least one request")
     n = len(frame) if n is None else n
-    if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1:
-        raise InputError(f"n={n!r} is not usable: the number of requests is an integer >= 1")
+    n = checked_requests(n)
     if not replace and n > len(frame):
         raise InputError(
             f"n={n:,} is more than the {len(frame):,} requests of the trace: take fewer, or draw with replacement "
