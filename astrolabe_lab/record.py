@@ -191,7 +191,8 @@ def _commit() -> str | None:
         return None
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", here, *words], capture_output=True, text=True, timeout=20)
+        asked = ["git", "--no-optional-locks", "-C", here, *words]  # a lock would outlive a run that is killed
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=20)
         return done.stdout.strip() if done.returncode == 0 else ""
 
     try:

@@ -70,6 +70,8 @@ def save(frame: pd.DataFrame, path: str | Path, **about: object) -> Path:
             gzipped = {"method": "gzip", "mtime": 0} if path.suffix == ".gz" else None
             frame.to_csv(partial, index=False, lineterminator="\n", compression=gzipped)
         os.replace(partial, path)
+    except OSError as error:  # pyarrow's says neither which file nor, in words, why
+        raise OSError(error.errno, os.strerror(error.errno) if error.errno else str(error), str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
     return path

@@ -200,6 +200,10 @@ REQUEST = {"input_toks": 5, "output_toks": 2, "queued_ts": 1.0, "first_token_ts"
         ("requests.jsonl", "\n\n3\n", "line 3 is no request"),
         ("requests.jsonl", REQUEST | {"output_toks": 0}, "must be whole numbers >= 1"),
         ("requests.jsonl", REQUEST | {"queued_ts": None}, "must be numbers"),
+        ("requests.jsonl", REQUEST | {"queued_ts": -(10**400)}, "must be numbers of seconds"),
+        ("requests.jsonl", "[" * 100_000, "line 1 is no request"),
+        ("meta.json", {"vllm_version": "0.19.0", "engine_kwargs": {}, "resolved_config": [1]}, "resolved_config is"),
+        ("meta.json", {"vllm_version": "0.19.0", "engine_kwargs": {}, "hardware": "A30"}, "hardware is 'A30'; it must"),
         ("requests.jsonl", REQUEST | {"first_token_ts": 9.0}, "must follow each other"),
     ],
 )

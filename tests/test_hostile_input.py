@@ -1,5 +1,6 @@
 """Input that is damaged, absurd or hostile: one clear error, or the right result; never a crash, never a hang."""
 
+import errno
 import gzip
 import io
 import json
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from astrolabe_lab import arrivals, cli, cost, generators, length, report, rng, trace
+from astrolabe_lab import arrivals, cli, cost, generators, length, report, result, rng, trace
 from astrolabe_lab.cost import StepCost, shapes
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.fidelity.measured_run import MeasuredRun
@@ -306,6 +307,21 @@ def test_the_result_never_replaces_the_trace(words, tmp_path, capsys, alias):
     assert cli.main([*words, alias]) == 2
     assert "is the trace itself" in capsys.readouterr().err
     assert (tmp_path / "t.csv").read_text() == HEADER + "5,6\n7,8\n"
+
+
+def test_a_full_disk_is_told_with_the_file_and_the_old_one_stays(words, tmp_path, monkeypatch, capsys):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "Error writing bytes to file. Detail: [errno 28]")  # as pyarrow says it
+
+    monkeypatch.setattr(pd.DataFrame, "to_parquet", full)
+    for name, save in (("r.parquet", result.save), ("u.parquet", trace.save)):
+        (tmp_path / name).write_text("old")
+        with pytest.raises(OSError, match=f"{name}"):
+            save(requests(3), tmp_path / name)
+        assert (tmp_path / name).read_text() == "old"
+    assert cli.main(["trace", "make", "t.csv", "--out", "u.parquet"]) == 1
+    assert "error: u.parquet: No space left on device; free some space" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["r.parquet", "t.csv", "u.parquet"]
 
 
 def test_a_name_longer_than_the_system_takes_is_wrong_use(words, capsys):

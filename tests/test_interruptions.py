@@ -11,6 +11,8 @@ from pathlib import Path
 import nbformat
 import pytest
 
+from astrolabe_lab import record
+
 ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds processes through /proc")
 
@@ -79,12 +81,26 @@ def test_a_notebook_run_that_is_ended_says_so_and_leaves_no_kernel(lesson, tmp_p
     running.send_signal(sign)
     assert running.wait(30) == code
     until(lambda: not processes(marked), "the kernel ends")
-    (record,) = (tmp_path / "out").rglob("run.json")
-    assert json.loads(record.read_text())["status"] == "interrupted"
+    (found,) = (tmp_path / "out").rglob("run.json")
+    assert json.loads(found.read_text())["status"] == "interrupted"
     assert not [path for path in (tmp_path / "out").rglob("*") if path.name.startswith(".")]
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
+def test_asking_for_the_commit_takes_no_lock_of_the_checkout(tmp_path, monkeypatch):
+    """A run that is killed meanwhile would leave the lock, and no commit could be made until it is removed."""
+    (tmp_path / "package").mkdir()
+    (source := tmp_path / "package" / "record.py").write_text("")
+    identity = ["-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "-q"], ["add", "-A"], [*identity, "commit", "-qm", "m"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    os.utime(source, (1, 1))  # git status would look at it, and write down what it found
+    before = (tmp_path / ".git" / "index").read_bytes()
+    monkeypatch.setattr(record, "__file__", str(source))
+    assert len(record._commit()) == 40
+    assert (tmp_path / ".git" / "index").read_bytes() == before
+
+
 def test_no_worker_outlives_a_sweep_that_is_killed(tmp_path, marked, sign):
     (tmp_path / "script.py").write_text(SLOW_SWEEP)
     running = start(marked, tmp_path / "script.py")

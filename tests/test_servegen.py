@@ -307,6 +307,25 @@ def test_a_day_of_the_published_clients_has_the_published_rates(published):
 # --- damaged and wrong
 
 
+def test_rates_that_no_memory_holds_are_refused_before_a_request_is_drawn(tmp_path):
+    (tmp_path / "chunk-0-trace.csv").write_text("0,1.0,1.0,Gamma,1.0,1.0\n600,1e300,1.0,Gamma,1.0,1.0\n")
+    lengths = {"input_tokens": "{5: 1.0}", "output_tokens": "{6: 1.0}"}
+    (tmp_path / "chunk-0-dataset.json").write_text(json.dumps({"0": lengths}))
+    assert len(servegen.generate(tmp_path, 5)) == 5  # the first window has enough
+    for options in ({"start_s": 600.0}, {"qps": 1e300}):
+        with pytest.raises(InputError, match="more than the 100,000,000 that are drawn at once"):
+            servegen.generate(tmp_path, 5, **options)
+
+
+def test_a_device_is_no_archive_and_what_is_no_tar_is_told_in_a_line(tmp_path):
+    with pytest.raises(InputError, match="is a device"):
+        servegen.load("/dev/zero")
+    (tmp_path / "x.tar").write_text("no tar")
+    with pytest.raises(InputError, match="x.tar: not a tar") as raised:
+        servegen.load(tmp_path / "x.tar")
+    assert "\n" not in str(raised.value)
+
+
 def edit(folder, name, change):
     path = folder / name
     path.write_text(change(path.read_text()))

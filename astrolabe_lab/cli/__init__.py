@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import math
 import os
@@ -54,6 +55,13 @@ def main(argv: list[str] | None = None) -> int:
         if is_process:  # what the libraries still have to say at exit is of no use
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         return 143 if isinstance(stop, Terminated) else 130
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        why = f"{where}{error.strerror}" if error.strerror else f"{type(error).__name__}: {error}"
+        hint = (
+            "; free some space and start it again" if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else ""
+        )
+        return _fail(f"{why}{hint}" + " (--debug shows where)" * (not debug), 1, as_json, debug)
     except MemoryError as error:
         return _fail(f"this machine has too little memory for that ({error}): ask for less", 1, as_json, debug)
     except Exception as error:

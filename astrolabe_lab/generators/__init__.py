@@ -48,6 +48,8 @@ def draw(spec: str, n: int | None, seed: int = 0, text: bool = True) -> pd.DataF
     if spec.startswith("servegen:"):
         paths, options = _servegen(spec)
         return servegen.generate(paths, n, seed, **options)
+    if spec not in NAMES:
+        raise InputError(f"generator {spec!r} is unknown: allowed are {SPECS}")
     if n is None:
         raise InputError(f"{spec} draws as many requests as you say: give their number (requests=N, --requests N)")
     if spec == "sharegpt_like":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators.servegen_files import WINDOW_S, Client, distribution, read_clients
 from astrolabe_lab.generators.servegen_windows import draw_window
-from astrolabe_lab.trace.columns import checked_requests, ordered_frame
+from astrolabe_lab.trace.columns import MAX_REQUESTS, checked_requests, ordered_frame
 
 if TYPE_CHECKING:
     import numpy as np
@@ -162,6 +162,11 @@ def generate(
         if pool.starts_s[at] >= end_s and not (to_fill and count < n):
             break
         rates = pool.rates_rps[:, at] * factor
+        if (sent := count + rates[chosen].sum() * pool.window_s) > MAX_REQUESTS:
+            raise InputError(
+                f"the clients send {sent:.3g} requests up to {pool.starts_s[at] + pool.window_s:g} s, more than the "
+                f"{MAX_REQUESTS:,} that are drawn at once: take fewer clients, a shorter span or less qps"
+            )
         drawn = (draw_window(pool, i, at, rates[i], seed, shape, coupled) for i in chosen if rates[i] > 0)
         new = [part[part["arrived_s"] >= start_s] for part in drawn]
         parts, count = parts + new, count + sum(map(len, new))

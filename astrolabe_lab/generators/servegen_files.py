@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.text_files import refuse_device
 from astrolabe_lab.trace.columns import as_floats
 from astrolabe_lab.trace.files import MAX_UNPACKED
 
@@ -110,10 +111,15 @@ def _members(path: Path):
     if path.is_dir():
         for file in sorted(path.rglob("chunk-*")):
             if file.is_file() and (match := _MEMBER.fullmatch(file.name)):
-                yield str(file.parent.relative_to(path)), match[2], match[3], file.read_bytes()
+                try:
+                    content = file.read_bytes()
+                except OSError as error:
+                    raise InputError(f"{file} cannot be read: {error.strerror}; check its permissions") from None
+                yield str(file.parent.relative_to(path)), match[2], match[3], content
         return
     if not path.exists():
         raise InputError(f"{path} does not exist: give a folder of ServeGen clients, or a tar of one")
+    refuse_device(path)
     total = 0
     try:
         with tarfile.open(path) as archive:
@@ -126,14 +132,18 @@ def _members(path: Path):
                     raise InputError(f"{path} unpacks to more than {MAX_UNPACKED:,} bytes: unpack it, give the folder")
                 yield match[1] or ".", match[2], match[3], archive.extractfile(member).read()
     except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise InputError(f"{path}: not a tar, or cut short or damaged ({error}); fetch it again") from None
+        why = str(error).partition("\n")[0].rstrip(":")
+        raise InputError(f"{path}: not a tar, or cut short or damaged ({why}); fetch it again") from None
 
 
 def _client(name: str, parts: dict[str, tuple[str, bytes]], source: str) -> Client:
     import numpy as np
 
     where, content = parts["trace.csv"]
-    rows = list(csv.reader(io.StringIO(_utf8(content, where))))
+    try:
+        rows = list(csv.reader(io.StringIO(_utf8(content, where), newline="")))
+    except csv.Error as error:
+        raise InputError(f"{where}: not CSV ({error}); fetch it again") from None
     if not rows:
         raise InputError(f"{where} is empty: a window a line is needed")
     for line, row in enumerate(rows, 1):

@@ -141,13 +141,15 @@ def save(frame: pd.DataFrame, path) -> Path:
         frame = frame.assign(prefix_block_tokens=frame.attrs["prefix_block_tokens"])  # attrs fit no CSV
         frame = check(frame, times="arrived_s" in frame)
     frame = frame[[name for name in COLUMNS if name in frame]]
-    content = _csv_bytes(frame) if kind == "csv" else _parquet_bytes(frame)
-    if path.name.endswith(".gz"):
-        content = gzip.compress(content, mtime=0)
     partial = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
+        content = _csv_bytes(frame) if kind == "csv" else _parquet_bytes(frame)
+        if path.name.endswith(".gz"):
+            content = gzip.compress(content, mtime=0)
         partial.write_bytes(content)
         os.replace(partial, path)
+    except OSError as error:
+        raise OSError(error.errno, os.strerror(error.errno) if error.errno else str(error), str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
     return path
