@@ -86,7 +86,6 @@ def test_a_notebook_run_that_is_ended_says_so_and_leaves_no_kernel(lesson, tmp_p
     assert not [path for path in (tmp_path / "out").rglob("*") if path.name.startswith(".")]
 
 
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
 def test_asking_for_the_commit_takes_no_lock_of_the_checkout(tmp_path, monkeypatch):
     """A run that is killed meanwhile would leave the lock, and no commit could be made until it is removed."""
     (tmp_path / "package").mkdir()
@@ -101,6 +100,7 @@ def test_asking_for_the_commit_takes_no_lock_of_the_checkout(tmp_path, monkeypat
     assert (tmp_path / ".git" / "index").read_bytes() == before
 
 
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGKILL])
 def test_no_worker_outlives_a_sweep_that_is_killed(tmp_path, marked, sign):
     (tmp_path / "script.py").write_text(SLOW_SWEEP)
     running = start(marked, tmp_path / "script.py")

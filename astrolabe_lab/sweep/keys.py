@@ -73,7 +73,7 @@ SINGLE = (
     "label",
     "delays",
 )
-SINGLE += ("status_interval_s", "tag_s", "dispatch_s", "routers", "extension_tokens", "seed", "policy_seed")
+SINGLE += ("delays", "status_interval_s", "tag_s", "dispatch_s", "routers", "extension_tokens", "seed", "policy_seed")
 NOT_KEYS = ("compiled", "leaps", "progress")  # of `simulate`: they change no result
 
 
