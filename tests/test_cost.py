@@ -178,7 +178,7 @@ def test_a_preset_can_be_a_json_file_of_ones_own(tmp_path):
     [
         (None, "No such file"),
         ("{", "not JSON"),
-        ("[]", 'no "cost"'),
+        ("[]", "not a JSON object"),
         ('{"engine": {}}', 'no "cost"'),
         ('{"cost": {"base_s": 1}, "gpu": "A30"}', "unknown gpu; allowed: name, cost"),
         ('{"cost": {"base_s": 1}, "engine": []}', r"engine is \[\]"),

@@ -188,7 +188,7 @@ REQUEST = {"input_toks": 5, "output_toks": 2, "queued_ts": 1.0, "first_token_ts"
 @pytest.mark.parametrize(
     ("name", "damage", "named"),
     [
-        ("meta.json", None, "No such file.*meta.json"),
+        ("meta.json", None, "meta.json: cannot read .*No such file"),
         ("meta.json", "{", "is not JSON"),
         ("meta.json", "[]", "is not a JSON object"),
         ("meta.json", "{}", "lacks engine_kwargs or vllm_version"),
