@@ -3,12 +3,13 @@
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from astrolabe_lab import fit
-from astrolabe_lab.cost import Regime, StepCost
+from astrolabe_lab.cost import COUNTS, Regime, StepCost
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import engine_facts, step_log
+from astrolabe_lab.serve import engine_cost, engine_facts, step_log
 from astrolabe_lab.serve.emulation import Disturbance, disturb
 from astrolabe_lab.serve.engine_process import Engine
 from astrolabe_lab.serve.pace import PaceWriter
@@ -144,3 +145,28 @@ def test_a_disturbance_that_is_none_leaves_what_was_set(tmp_path, capsys):
     assert capsys.readouterr().err.count("what was set stays") >= 1
     control.write_text('{"slowdown": 3.0}')
     assert reader.now().slowdown == 3.0
+
+
+def test_prices_are_levelled_to_the_time_that_steps_took_in_sum():
+    rng = np.random.default_rng(1)
+    steps = pd.DataFrame({"new_tokens": rng.integers(1, 30, 2000), "context_tokens": rng.integers(100, 9000, 2000)})
+    steps = steps.assign(sequences=steps["new_tokens"], attention=0.0, mixed=False)
+    steps.loc[::2, ["attention", "mixed"]] = [[500.0, True]]
+    true_s = 0.01 + 1e-4 * steps["new_tokens"] + 1e-7 * steps["context_tokens"]
+    late = np.where(rng.random(2000) < 0.2, 2.0, 1.0)  # one in five steps takes twice as long
+    late[7] = 500.0
+    steps = steps.assign(seconds=true_s * late)
+    fitted = fit.fit(steps, quiet=True)
+    cost, levels = engine_cost.levelled(fitted)
+    assert min(levels.values()) > 1.05  # the fit itself prices the usual step
+    for regime, mixed in (("decode", False), ("mixed", True)):
+        rows = steps[(steps["mixed"] == mixed) & (steps["seconds"] < 1.0)]
+        priced = sum(cost.step_seconds(*row, mixed) for row in rows[list(COUNTS)].itertuples(index=False))
+        assert priced == pytest.approx(rows["seconds"].sum(), rel=0.02), regime
+
+
+def test_exact_steps_need_no_levelling():
+    steps = pd.DataFrame({"new_tokens": [1, 2, 5, 9] * 10, "context_tokens": range(40), "mixed": [False, True] * 20})
+    steps = steps.assign(sequences=steps["new_tokens"], attention=0.0, seconds=0.01 + 0.001 * steps["new_tokens"])
+    _, levels = engine_cost.levelled(fit.fit(steps, quiet=True))
+    assert levels == {"decode": pytest.approx(1.0), "mixed": pytest.approx(1.0)}

@@ -81,7 +81,7 @@ def launch(
         if preset is not None or time_scale != 1.0:
             raise InputError("preset and time_scale are for emulated engines: real ones run in real time")
         make = _hardware(wants, engine, cost, async_scheduling, model_name, instances)
-    root = Path(folder) if folder else Path(tempfile.mkdtemp(prefix="astrolabe-cluster-"))
+    root = Path(folder).expanduser().resolve() if folder else Path(tempfile.mkdtemp(prefix="astrolabe-cluster-"))
     root.mkdir(parents=True, exist_ok=True)
     cluster = make(root)
     cluster.temporary = folder is None
