@@ -297,7 +297,7 @@ def saved(tmp_path):
         (lambda folder: (folder / "model.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "model.json").write_text("[1]"), "not of a length model of this lab"),
         (lambda folder: edit(folder, "format", "other"), "not of a length model of this lab"),
-        (lambda folder: edit(folder, "version", 99), "version 99, and this release reads 1"),
+        (lambda folder: edit(folder, "version", 99), "version 99, and this release reads 2"),
         (lambda folder: edit(folder, "kind", "psychic"), "unknown kind 'psychic'"),
         (lambda folder: edit(folder, "files", None), "entry 'files' is missing or wrong"),
         (lambda folder: edit(folder, "weights", "../elsewhere"), "entry 'files' is missing or wrong"),
@@ -311,6 +311,15 @@ def test_a_damaged_or_foreign_model_is_refused(saved, damage, says):
     damage(saved)
     with pytest.raises(InputError, match=says):
         length.load(saved)
+
+
+def test_a_model_of_an_older_release_is_not_read_but_may_be_replaced(saved):
+    edit(saved, "version", 1)
+    with pytest.raises(InputError, match="version 1, and this release reads 2: train the model again"):
+        length.load(saved)
+    prompts, lengths, _ = answers(60)
+    PromptRidge(vocabulary=20).fit(prompts, lengths).save(saved)
+    assert length.load(saved).vocabulary == 20 and len(list(saved.glob("weights-*"))) == 1
 
 
 def edit(folder, key, value):

@@ -18,7 +18,7 @@ from astrolabe_lab import __version__
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.record import write_whole
 
-FORMAT, VERSION = "astrolabe-length-model", 1
+FORMAT, VERSION = "astrolabe-length-model", 2
 MANIFEST = "model.json"
 PACKAGES = ("numpy", "torch", "transformers", "tokenizers", "safetensors")
 
@@ -105,8 +105,9 @@ def load(directory):
     return estimator
 
 
-def read_manifest(directory) -> dict:
-    """What ``model.json`` in ``directory`` says. Raises InputError where it is missing, damaged or foreign."""
+def read_manifest(directory, any_version: bool = False) -> dict:
+    """What ``model.json`` in ``directory`` says. Raises InputError where it is missing, damaged or foreign, and unless
+    ``any_version`` where it is of another version than this release reads."""
     path = Path(directory) / MANIFEST
     hint = "`astrolabe length train` makes such a folder"
     try:
@@ -120,7 +121,7 @@ def read_manifest(directory) -> dict:
         raise InputError(f"{path} is damaged: it is not JSON; copy or train the model again") from None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise InputError(f"{path} is not of a length model of this lab ({FORMAT}); {hint}")
-    if manifest.get("version") != VERSION:
+    if manifest.get("version") != VERSION and not any_version:
         raise InputError(
             f"{path} has the version {manifest.get('version')!r}, and this release reads {VERSION}: train the model "
             "again"
@@ -186,7 +187,7 @@ def check_target(directory) -> str | None:
         return None
     if MANIFEST not in inside:
         raise InputError(f"{directory} holds other files ({min(inside)}, ...): give a new or empty folder")
-    return read_manifest(directory)["weights"]
+    return read_manifest(directory, any_version=True)["weights"]  # one of an older release may be replaced
 
 
 def _files(folder: Path) -> list[Path]:

@@ -64,7 +64,7 @@ class Landmarks:
     @classmethod
     def read(cls, folder: Path) -> Landmarks:
         """What ``write`` wrote."""
-        return cls(**artifact.load_arrays(folder / "landmarks.npz"))
+        return cls(artifact.load_arrays(folder / "landmarks.npz")["points"])
 
 
 def _kernel(a, b):
