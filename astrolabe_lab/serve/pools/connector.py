@@ -95,10 +95,10 @@ class EmulatedConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         """Whether the engine must go on stepping: to say what was let go, or to tell of what is not wanted."""
-        return len(DESK) > 0 or bool(self._next.dropped)
+        return self.has_pending_block_frees() or bool(self._next.dropped)
 
     def has_pending_block_frees(self) -> bool:
-        return len(DESK) > 0
+        return self._kv_transfer_config.is_kv_producer and len(DESK) > 0
 
     # a worker would do
 

@@ -33,7 +33,8 @@ class PoolExecutor(EmulatedExecutor):
         self._under_way: dict[str, tuple[Pull, float]] = {}
         self._fail_share, self._dice = float(extra["fail_share"]), random.Random(self.emulation.seed)
         self._log = Path(self.emulation.control).with_name(LOG) if self.emulation.control else None
-        if transfer.is_kv_producer:
+        self._keeps = transfer.is_kv_producer
+        if self._keeps:
             DESK.open(int(extra["port"]))
 
     def execute_model(self, scheduler_output, non_block: bool = False):
@@ -80,7 +81,7 @@ class PoolExecutor(EmulatedExecutor):
             if ok:
                 self._caller.done(pull.port, pull.name)
             self._note(blocks=pull.blocks, seconds=now_s - begun_s, ok=ok, gone=rid in failed)
-        gone = DESK.gone()
+        gone = DESK.gone() if self._keeps else []
         for name, pulled in gone:
             if not pulled:
                 self._note(expired=name)
