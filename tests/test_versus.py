@@ -259,7 +259,7 @@ def test_nothing_is_simulated_where_that_is_not_wanted_or_cannot_be(files, capsy
     [
         (["random/0.parquet", "random/1.parquet"], "B has no run of qps 6, seed 0, which A has"),
         (["random/0.parquet", "nothing.parquet"], "nothing.parquet does not exist"),
-        (["random/0.parquet", "t.csv"], "lacks seed, n"),
+        (["random/0.parquet", "t.csv"], "t.csv is no result"),
         (["random", "least_loaded", "--metrics", "speed"], "frame lacks speed"),
         (["random", "least_loaded", "--slo", "speed=1"], "not key=value with a new key of ttft_s"),
         (["random", "least_loaded", "--level", "2"], "level=2.0 is outside"),
