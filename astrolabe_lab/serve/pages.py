@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 
 from aiohttp import web
 
 from astrolabe_lab.serve.openai_api import Refusal
+
+BODY_S = 10.0  # wall
 
 
 class Pages:
@@ -68,7 +71,9 @@ class Pages:
         if http.content_type != "application/json":
             raise Refusal(415, "send application/json")
         try:
-            told = json.loads(await http.read())
+            told = json.loads(await asyncio.wait_for(http.read(), BODY_S))
+        except TimeoutError:
+            raise Refusal(408, "the body did not arrive in time") from None
         except (ValueError, RecursionError):
             raise Refusal(400, "the body is not JSON") from None
         if not isinstance(told, dict) or set(told) != {"draining"} or not isinstance(told["draining"], bool):
