@@ -322,6 +322,31 @@ def test_a_last_try_that_computes_the_prompt_itself_gives_the_blocks_back(tmp_pa
     assert list(rows(tmp_path / "j")["status"]) == ["ok"]
 
 
+def test_occupancy_and_failed_transfers_are_the_engines_own_numbers(tmp_path):
+    told = (
+        'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
+        'vllm:kv_cache_usage_perc{engine="0"} 0.25\nvllm:nixl_num_failed_transfers_total{engine="0"} 4.0\n'
+    )
+
+    async def story():
+        async with scripted_pools(1, 2) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            decode[1].metrics = told
+            while router.occupancy.rows["running"][2] != 3 or 2 not in router.occupancy.failed:
+                await asyncio.sleep(0.02)
+            row = router.occupancy.rows[2]
+            assert row["instance"] == 1 and row["waiting"] == 2
+            assert row["used_tokens"] == round(0.25 * 1055) * 16
+            assert 0 <= router.now_s() - row["taken_s"] < 1.0
+            async with session.get(url + "/metrics") as answer:
+                assert 'astrolabe_failed_transfers_total{instance="2"} 4.0' in await answer.text()
+            await decode[1].stop()
+            await asyncio.sleep(0.3)
+            assert router.occupancy.rows["running"][2] == 3  # an engine that is silent is not idle
+
+    run(story())
+
+
 @pytest.mark.parametrize("spec", ["least_loaded", "random", "marginal_cost"])
 def test_a_journal_replays_to_the_choices_that_were_made(tmp_path, spec):
     async def story():

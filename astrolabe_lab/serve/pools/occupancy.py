@@ -11,6 +11,9 @@ import numpy as np
 from astrolabe_lab.disagg.view import POLLED
 from astrolabe_lab.serve.scrape import read_gauges
 
+FAILED = "vllm:nixl_num_failed_transfers_total"
+FAILED_S = 2.0  # modelled s between two askings
+
 
 @dataclass
 class Occupancy:
@@ -26,6 +29,7 @@ class Occupancy:
     every_s: float
     faults: int = 0
     rows: np.ndarray = field(init=False)
+    failed: dict[int, float] = field(default_factory=dict)  # transfers, by place, as the engines count them
 
     def __post_init__(self):
         self.rows = np.zeros(len(self.instances), POLLED)
@@ -41,7 +45,22 @@ class Occupancy:
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         """Until cancelled; no answer of an engine ends it."""
-        await asyncio.gather(*(self._watch(session, at) for at in range(len(self.instances))))
+        places = range(len(self.instances))
+        await asyncio.gather(*(self._watch(session, at) for at in places), *(self._count(session, at) for at in places))
+
+    async def _count(self, session, at: int) -> None:
+        """How many transfers to the engine have failed, asked again and again."""
+        timeout = aiohttp.ClientTimeout(total=max(1.0, FAILED_S * self.time_scale))
+        while True:
+            try:
+                async with session.get(self.instances[at].url + "/metrics", timeout=timeout) as answer:
+                    lines = (await answer.text(errors="replace")).splitlines()
+                counts = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(FAILED)]
+                if counts:
+                    self.failed[at] = sum(counts)
+            except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
+                self.faults += 1
+            await asyncio.sleep(FAILED_S * self.time_scale)
 
     async def _watch(self, session, at: int) -> None:
         while True:

@@ -38,6 +38,12 @@ class PoolCounters(Counters):
             ("blocks_handed", "KV blocks that prefill engines kept for decode engines"),
         ):
             yield CounterMetricFamily(f"astrolabe_{name}", text, value=getattr(self, name))
+        failed = CounterMetricFamily(
+            "astrolabe_failed_transfers", "KV transfers that failed, as the engine counts them", labels=["instance"]
+        )
+        for at, count in router.occupancy.failed.items():
+            failed.add_metric([str(at)], count)
+        yield failed
         late_s = router.lag.p99_s()
         if late_s is not None:
             yield GaugeMetricFamily("astrolabe_loop_lag_p99_seconds", "Lateness of the event loop", value=late_s)
