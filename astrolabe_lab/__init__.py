@@ -12,8 +12,8 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _MODULES = (
-    "arrivals capacity cost disagg errors fit generators length measure oracle plots policies predictor published "
-    "recorded report request rng run sim sweep trace"
+    "arrivals calibrate capacity cost disagg errors fit generators length measure oracle plots policies predictor "
+    "published recorded report request rng run sim sweep trace"
 ).split()
 _INNER = {
     "families": "generators.families",

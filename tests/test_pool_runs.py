@@ -8,7 +8,7 @@ from scripted_pools import scripted_pools
 from astrolabe_lab import InputError
 from astrolabe_lab.bench import gates as engine_gates
 from astrolabe_lab.serve.pools.gates import check_pools
-from astrolabe_lab.serve.pools.runs import _claim, plan
+from astrolabe_lab.serve.pools.runs import _claim, _in_time, plan
 
 POLICIES, TRACES = ["round_robin", "least_loaded", "marginal_cost"], ["a", "b", "c"]
 
@@ -99,3 +99,15 @@ def test_a_folder_goes_on_with_its_own_cells_and_refuses_others(tmp_path):
     for wrong in (([], ["a"]), (["x", "x"], ["a"]), (["x"], [])):
         with pytest.raises(InputError, match="distinct names"):
             plan(*wrong)
+
+
+@pytest.mark.parametrize(("late_s", "valid"), [(0.002, True), (0.02, False)])
+def test_a_run_through_a_router_whose_event_loop_was_late_is_invalid(late_s, valid):
+    async def story():
+        async with scripted_pools(1, 1) as ((engine,), _):
+            engine.metrics = f"astrolabe_loop_lag_p99_seconds {late_s}\n"
+            return await asyncio.to_thread(_in_time, {"valid": True, "why": []}, engine.url)
+
+    found = asyncio.run(story())
+    assert found["valid"] is valid and found["loop_lag_p99_s"] == late_s
+    assert bool(found["why"]) is not valid

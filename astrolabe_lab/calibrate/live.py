@@ -201,7 +201,8 @@ def targets_of(cluster):
     found = read_cluster(folder)
     roles = {engine.get("role") for engine in found.engines}
     device = device_of_cluster(folder, found.cost)
-    described = Described(found.model, device, found.config, found.world, found.time_scale)
+    flags = step_flags(found.engines[0]["url"])
+    described = Described(found.model, device, found.config, found.world, found.time_scale, flags)
     if roles == {"prefill", "decode"}:
         first = {role: next(e["url"] for e in found.engines if e["role"] == role) for role in roles}
         prefill = LiveTarget(first["prefill"], described)
@@ -238,7 +239,8 @@ def describe_engine(url: str, model=None, engine="", device=None, time_scale=1.0
     if not said and not engine:
         raise InputError(f"{url} does not tell its engine flags (vLLM's dev mode is off): give --engine key=value,...")
     config = EngineConfig.parse(engine, EngineConfig.from_dict(said)) if said else EngineConfig.parse(engine)
-    return Described(model or names[0], device or local_device(), config, "hardware", float(time_scale))
+    flags = step_flags(url)
+    return Described(model or names[0], device or local_device(), config, "hardware", float(time_scale), flags)
 
 
 def flags_of(url: str) -> dict:
@@ -261,6 +263,25 @@ def flags_of(url: str) -> dict:
     text = _get_text(url + "/metrics") or ""
     blocks = _labelled(text, "vllm:cache_config_info", "num_gpu_blocks") or cache.get("num_gpu_blocks")
     return said | ({"num_gpu_blocks": blocks} if blocks else {})
+
+
+STEP_FLAGS = {
+    "dtype": ("model_config", "dtype"), "quantization": ("model_config", "quantization"),
+    "enforce_eager": ("model_config", "enforce_eager"), "cache_dtype": ("cache_config", "cache_dtype"),
+    "tensor_parallel_size": ("parallel_config", "tensor_parallel_size"),
+    "pipeline_parallel_size": ("parallel_config", "pipeline_parallel_size"),
+}  # fmt: skip
+
+
+def step_flags(url: str) -> dict:
+    """The flags beside an EngineConfig's that change what a step takes, as ``/server_info`` shows them; empty where it
+    is off."""
+    found = _get_json(url + "/server_info?config_format=json")
+    config = found.get("vllm_config") if isinstance(found, dict) else None
+    if not isinstance(config, dict):
+        return {}
+    told = {name: (config.get(part) or {}).get(key) for name, (part, key) in STEP_FLAGS.items()}
+    return {name: value for name, value in told.items() if isinstance(value, (str, int, float, bool))}
 
 
 def _get_text(url: str) -> str | None:

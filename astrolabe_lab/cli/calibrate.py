@@ -119,7 +119,8 @@ def calibrated(args, model: str, config, cost=None):
     or --engine says. Raises InputError where it is of another model, device or flag.
     """
     from astrolabe_lab.calibrate.artifact import load
-    from astrolabe_lab.calibrate.live import device_of_cluster, flags_of
+    from astrolabe_lab.calibrate.live import device_of_cluster, flags_of, step_flags
+    from astrolabe_lab.serve.cluster_file import read_cluster
     from astrolabe_lab.sim.config import EngineConfig
 
     if args.calibration and args.constants_from:
@@ -143,6 +144,8 @@ def calibrated(args, model: str, config, cost=None):
     else:
         config = found.config
         print(f"warning: {url} does not tell its flags, so the calibration's are believed", file=sys.stderr)
+    if flags := step_flags(url or read_cluster(args.cluster).engines[0]["url"]):
+        wanted["flags"] = flags
     found.require(**wanted)
     if not found.valid:
         failed = ", ".join(name for name, gate in found.gates.items() if not gate["ok"])

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from astrolabe_lab.calibrate.conduct import LAG_BOUND_S
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
 
@@ -92,12 +93,27 @@ def run_cells(
         options = load(cell) if load else bench.Load(pools.model, time_scale=pools.time_scale, seed=cell.seed)
         with _routed(cluster, cell, port, out / f"{cell.name}.jsonl", constants) as url:
             frame = bench.run(url, traces[cell.trace], options, keep=out / f"{cell.name}.rows.jsonl")
+            validity = _in_time(frame.attrs["validity"], url)
         frame = frame.assign(cell=cell.name, policy=cell.label)
-        save(frame, path, gates=[asdict(one) for one in verdicts], validity=frame.attrs["validity"])
+        save(frame, path, gates=[asdict(one) for one in verdicts], validity=validity)
         (out / f"{cell.name}.rows.jsonl").unlink(missing_ok=True)
-        say(f"cell {number} of {len(cells)}, {cell.name}: {frame['status'].value_counts().to_dict()}")
+        counts = frame["status"].value_counts().to_dict()
+        say(f"cell {number} of {len(cells)}, {cell.name}: {counts}{'' if validity['valid'] else ', INVALID'}")
         frames.append(frame)
     return pd.concat(frames, ignore_index=True)
+
+
+def _in_time(validity: dict, url: str) -> dict:
+    """The validity of a run, with the lateness of its router's event loop in it."""
+    import urllib.request
+
+    text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
+    told = [line for line in text.splitlines() if line.startswith("astrolabe_loop_lag_p99_seconds ")]
+    late_s = float(told[0].rsplit(" ", 1)[1]) if told else 0.0
+    if late_s < LAG_BOUND_S:
+        return validity | {"loop_lag_p99_s": late_s}
+    why = f"the router's event loop was late: p99 {late_s:.4f} s, allowed {LAG_BOUND_S:g} s"
+    return validity | {"loop_lag_p99_s": late_s, "valid": False, "why": [*validity["why"], why]}
 
 
 def _claim(out: Path, cells: list[Cell]) -> int:
