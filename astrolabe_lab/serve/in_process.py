@@ -1,8 +1,8 @@
-"""A router over a running cluster, in this process: what ``astrolabe route`` starts, for notebooks and tests.
+"""A router over a running cluster in this process, which can be looked into (``routing``: one in its own process).
 
 with launch(2, time_scale=4.0) as cluster:
     async with serving(cluster, "astrolabe:k=2", journal="j.jsonl") as (router, url):
-        frame = await bench.drive(url, trace, bench.Load(cluster.model, exact=False, time_scale=4.0))
+        probed = await probes.drive(router, trace)
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from astrolabe_lab.foresight import Foresight
 from astrolabe_lab.prefix_record import PrefixRecord
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream as random_stream
+from astrolabe_lab.serve.answers import as_response, given_up, openai_errors
 from astrolabe_lab.serve.counters import Counters
 from astrolabe_lab.serve.dispatch import Decision, Dispatch, Unanswered
 from astrolabe_lab.serve.instance import Instance
@@ -227,14 +228,14 @@ class Router:
             tried[decision.instance.index] = answer
             self.records.counters.retries += 1
             if len(tried) >= self.limits.tries or sum(t.reached for t in tried.values()) >= self.limits.failures:
-                raise _given_up(tried)
+                raise given_up(tried)
 
     async def _choose(self, request: Request, tried: dict[int, Unanswered]) -> Decision:
         started = time.perf_counter()
         now_s = self.now_s()
         available = [i for i in self.instances if i.index not in tried and i.available(now_s)]
         if not available and tried:
-            raise _given_up(tried)
+            raise given_up(tried)
         if not available:
             raise Refusal(
                 503, f"none of the {len(self.instances)} engines is available; try again in a moment", "unavailable",
@@ -258,49 +259,3 @@ class Router:
 def decision_stream(seed: int, rid: int, attempt: int):
     """The generator that a policy draws from in this decision."""
     return random_stream(seed, f"policy {rid} {attempt}")
-
-
-def _given_up(tried: dict[int, Unanswered]) -> Refusal:
-    """What the client is told after the last try: the engine's own error, where one gave any."""
-    last = list(tried.values())[-1]
-    if last.status is not None:
-        return EngineRefusal(last)
-    if sum(t.reached for t in tried.values()) > 1:
-        why = f"{len(tried)} engines failed while they had this request, so no other is tried"
-        return Refusal(502, f"{why} ({last.reason})", "upstream_error", "engines_failed")
-    why = f"{len(tried)} engines were tried and none answered"
-    return Refusal(502, f"{why} ({last.reason})", "upstream_error", "no_answer", {"Retry-After": "1"})
-
-
-class EngineRefusal(Refusal):
-    """An engine's own error, passed on as it came."""
-
-    def __init__(self, answer: Unanswered):
-        super().__init__(answer.status, answer.reason)
-        self._answer = answer
-        self.content_type = answer.kind
-
-    def body(self) -> bytes:
-        return self._answer.body
-
-
-def as_response(refusal: Refusal, headers: dict | None = None) -> web.Response:
-    """The refusal over HTTP."""
-    headers = {**(headers or {}), **refusal.headers}
-    return web.Response(
-        status=refusal.status, body=refusal.body(), content_type=refusal.content_type, headers=headers
-    )  # fmt: skip
-
-
-@web.middleware
-async def openai_errors(http: web.Request, handler):
-    """Refusals, and aiohttp's own (no such path, no such method), in OpenAI's shape."""
-    try:
-        return await handler(http)
-    except Refusal as refusal:
-        return as_response(refusal)
-    except web.HTTPException as error:
-        if error.status < 400:
-            raise
-        allow = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-        return as_response(Refusal(error.status, f"{http.method} {http.path}: {error.reason}", headers=allow))

@@ -19,6 +19,7 @@ from astrolabe_lab.disagg.view import Ledger as PairLedger
 from astrolabe_lab.disagg.view import PoolsView, check_pair
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.request import Request
+from astrolabe_lab.serve.answers import given_up
 from astrolabe_lab.serve.dispatch import (
     ERROR_BYTES,
     HOP_BY_HOP,
@@ -34,7 +35,7 @@ from astrolabe_lab.serve.openai_api import Asked, Refusal
 from astrolabe_lab.serve.pools import handoff
 from astrolabe_lab.serve.pools.occupancy import Occupancy
 from astrolabe_lab.serve.pools.records import PoolCounters, PoolRecords
-from astrolabe_lab.serve.router import Router, _given_up, decision_stream
+from astrolabe_lab.serve.router import Router, decision_stream
 
 RELEASE_S = 10.0  # wall s, for a decode engine to take in that a prompt's blocks are not wanted
 
@@ -137,7 +138,7 @@ class PoolRouter(Router):
                 tried[pair.decode.index] = answer
                 self.records.counters.retries += 1
                 if len(tried) >= self.limits.tries or sum(t.reached for t in tried.values()) >= self.limits.failures:
-                    raise _given_up(tried)
+                    raise given_up(tried)
                 nobody = set() if pair.prefill else {i.index for i in self.prefill_pool}
                 pair = self._choose_pair(request, nobody, set(tried), len(tried), keep=pair.prefill)
                 self._enter(request, pair, asked, len(tried), origins)
@@ -168,7 +169,7 @@ class PoolRouter(Router):
             tried[pair.prefill.index] = answer
             self.records.counters.retries += 1
             if sum(t.reached for t in tried.values()) >= self.limits.failures:
-                raise _given_up(tried)
+                raise given_up(tried)
 
     def _enter(self, request: Request, pair: Pair, asked: Asked, attempt: int, origins) -> None:
         self.records.pair(asked, request, pair, attempt, *origins)
