@@ -17,7 +17,16 @@ from astrolabe_lab.serve import model_files
 from astrolabe_lab.serve.launch import launch
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-PROMPTS, LONGEST = 40, 256
+PROMPTS, LONGEST = 40, 512  # requests; tokens of a prompt and its answer
+
+
+def short_prompts(folder, seed):
+    """(their texts, the file that has them): some that leave room for an answer."""
+    drawn = sharegpt_like.generate(20 * PROMPTS, seed=seed)
+    texts = drawn["prompt"][drawn["prompt_tokens"] < 60].drop_duplicates().tolist()[:PROMPTS]
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+    return texts, str(path)
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +37,7 @@ def engine(tmp_path_factory):
     folder = tmp_path_factory.mktemp("collect")
     model = model_files.write(folder / "model", max_model_len=LONGEST, weights=True, hidden=128, layers=2)
     weights = load_file(model / "model.safetensors")
-    weights["lm_head.weight"][model_files.SPECIAL.index("</s>")] *= 18
+    weights["lm_head.weight"][model_files.SPECIAL.index("</s>")] *= 12
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with launch(1, world="hardware", device="cpu", model=model, folder=folder / "c", timeout_s=600) as running:
         yield running.urls[0]
@@ -56,11 +65,11 @@ def rows_of(out):
 
 def test_lengths_are_the_tokens_that_vllm_counts_and_answers_end_by_themselves(engine, tmp_path):
     out, before = tmp_path / "answers.jsonl", counters(engine)
-    running = collect(engine, out, "--prompts", f"sharegpt_like:{PROMPTS}")
+    running = collect(engine, out, "--prompts", short_prompts(tmp_path, 0)[1])
     said = json.loads(running.communicate(timeout=300)[0])
     after, rows = counters(engine), rows_of(out)
     assert running.returncode == 0 and said["failed"] == 0
-    assert said["asked"] == said["answered"] == len(rows) == len({row["prompt_uid"] for row in rows})
+    assert said["asked"] == said["answered"] == PROMPTS == len(rows) == len({row["prompt_uid"] for row in rows})
     ended = {reason: sum(row["finish_reason"] == reason for row in rows) for reason in ("stop", "length")}
     assert ended == {reason: after[reason] - before[reason] for reason in ended}
     assert ended["stop"] > 0.2 * len(rows), "hardly an answer ended by itself: lower the model's longest answer"
@@ -70,10 +79,8 @@ def test_lengths_are_the_tokens_that_vllm_counts_and_answers_end_by_themselves(e
 
 
 def test_killed_in_the_middle_it_goes_on_and_every_prompt_is_answered_once(engine, tmp_path):
-    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
-    texts = sharegpt_like.generate(PROMPTS, seed=5)["prompt"].tolist()
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
-    asked = ("--prompts", str(prompts), "--concurrency", "2")
+    (texts, prompts), out = short_prompts(tmp_path, 5), tmp_path / "answers.jsonl"
+    asked = ("--prompts", prompts, "--concurrency", "2")
     first = collect(engine, out, *asked)
     until_s = time.monotonic() + 120
     while time.monotonic() < until_s and not (out.exists() and len(out.read_text().splitlines()) >= 5):
