@@ -35,9 +35,9 @@ def engine(tmp_path_factory):
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path_factory.mktemp("collect")
-    model = model_files.write(folder / "model", max_model_len=LONGEST, weights=True, hidden=128, layers=2)
+    model = model_files.write(folder / "model", max_model_len=LONGEST, weights=True, layers=2)
     weights = load_file(model / "model.safetensors")
-    weights["lm_head.weight"][model_files.SPECIAL.index("</s>")] *= 12
+    weights["lm_head.weight"][model_files.SPECIAL.index("</s>")] *= 10
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     with launch(1, world="hardware", device="cpu", model=model, folder=folder / "c", timeout_s=600) as running:
         yield running.urls[0]
