@@ -252,22 +252,28 @@ def _policies(args):
     import textwrap
     from dataclasses import fields
 
-    from astrolabe_lab.policies import NAMES
+    from astrolabe_lab import policies
+    from astrolabe_lab.disagg import routers
 
-    found = {
-        name: {
-            "about": " ".join(kind.__doc__.strip().partition("\n\n")[0].split()),
-            "options": {option.name: option.default for option in fields(kind) if option.repr},
-            "needs_lengths": getattr(kind, "needs_lengths", False),
+    def described(names):
+        return {
+            name: {
+                "about": " ".join(kind.__doc__.strip().partition("\n\n")[0].split()),
+                "options": {option.name: option.default for option in fields(kind) if option.repr},
+                "needs_lengths": getattr(kind, "needs_lengths", False),
+            }
+            for name, kind in names.items()
         }
-        for name, kind in NAMES.items()
-    }
+
+    found, pairs = described(policies.NAMES), described(routers.NAMES)
     lines = []
-    for name, policy in found.items():
-        options = ",".join(f"{key}={value}" for key, value in policy["options"].items())
-        lines.append(f"{name}:{options}" if options else name)
-        lines += textwrap.wrap(policy["about"], 100, initial_indent="    ", subsequent_indent="    ")
-    return {"policies": found}, "\n".join(lines)
+    for title, group in (("", found), ("with --pools, for prefill and decode engines:", pairs)):
+        lines += ["", title] if title else []
+        for name, policy in group.items():
+            options = ",".join(f"{key}={value}" for key, value in policy["options"].items())
+            lines.append(f"{name}:{options}" if options else name)
+            lines += textwrap.wrap(policy["about"], 100, initial_indent="    ", subsequent_indent="    ")
+    return {"policies": found, "pool_policies": pairs}, "\n".join(lines)
 
 
 # --- output -----------------------------------------------------------------------------------------------
