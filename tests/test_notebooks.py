@@ -65,6 +65,29 @@ SMALL = {
         "window": 100,
     },
     "30_calibrate": {"engine": "max_num_seqs=8,num_gpu_blocks=256", "budget_s": 130.0, "jitters_ms": [0.0, 2.0]},
+    "31_disaggregated_routing": {
+        "slopes_s": [5.5e-5, 4e-4],
+        "families": ["mixed", "chat"],
+        "seeds": [0, 1],
+        "requests": 60,
+        "search_seeds": [0],
+        "tolerance": 0.5,
+    },
+    "32_where_it_fails": {
+        "seeds": [0, 1],
+        "requests": 60,
+        "search_seeds": [0],
+        "tolerance": 0.5,
+        "starved_qps": [6.0],
+        "tokens": [60000, 8000],
+    },
+    "33_simulator_vs_paper": {
+        "families": ["mixed", "chat"],
+        "seeds": [0, 1],
+        "requests": 60,
+        "search_seeds": [0],
+        "tolerance": 0.5,
+    },
 }
 LIVE = {"20_live_router", "21_predict_then_check", "22_real_model"}  # start vLLM engines
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")

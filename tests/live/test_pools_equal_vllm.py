@@ -148,9 +148,9 @@ def compare(seed):
 
 
 def test_pools_equal_vllm_with_its_nixl_connector():
-    found = [compare(seed) for seed in range(60)]
-    assert sum((frame["preemptions"] > 0).sum() for frame in found) > 50
-    assert sum((frame["transfer_started_s"] - frame["prefill_finished_s"] > 0.1).sum() for frame in found) > 50
+    found = [compare(seed) for seed in range(24)]
+    assert sum((frame["preemptions"] > 0).sum() for frame in found) > 30
+    assert sum((frame["transfer_started_s"] - frame["prefill_finished_s"] > 0.1).sum() for frame in found) > 30
 
 
 if __name__ == "__main__":
