@@ -68,7 +68,8 @@ def _generated(own: np.ndarray, gauges: Gauges, now_s: float) -> np.ndarray:
     if gauges.decode_s_per_token <= 0.0 or own["streams"].all():
         return passed
     decoding_s = now_s - own["sent_s"] - gauges.queue_s - gauges.prefill_s_per_token * own["prompt"]
-    likely = np.clip(decoding_s / gauges.decode_s_per_token, 0, np.maximum(own["predicted"] - 1, 0))
+    with np.errstate(over="ignore"):  # a pace of next to nothing
+        likely = np.clip(decoding_s / gauges.decode_s_per_token, 0, np.maximum(own["predicted"] - 1, 0))
     return np.where(own["streams"], passed, likely.astype(np.int64))
 
 
