@@ -31,6 +31,12 @@ def request_bytes(body=BODY, path="/v1/completions", **headers):
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
+async def dispatched(router, n):
+    """Wait until n requests are at engines."""
+    while sum(len(each.ledger) for each in router.instances) < n:
+        await asyncio.sleep(0.01)
+
+
 async def idle(router, engines=(), seconds=10.0):
     """Wait until nothing is in flight."""
     until = time.monotonic() + seconds
@@ -216,7 +222,7 @@ def test_health_goes_and_comes_with_hysteresis_and_a_draining_engine_finishes_wh
             while not router.instances[0].health.healthy:
                 await asyncio.sleep(0.01)
             under_way = [asyncio.create_task(ask(session, url, max_tokens=20)) for _ in range(4)]
-            await asyncio.sleep(0.2)
+            await dispatched(router, 4)
             async with session.post(url + "/instances/1", json={"draining": True}) as answer:
                 assert answer.status == 200 and (await answer.json())["draining"]
             later = [await ask(session, url) for _ in range(4)]
@@ -576,16 +582,24 @@ def test_an_over_long_prompt_is_the_engine_s_to_refuse_and_hurts_no_prediction(t
 def test_a_router_that_stops_under_load_finishes_what_it_has_and_the_next_goes_on_in_its_journal(tmp_path):
     async def story():
         async with scripted_engines(2, token_s=0.03) as engines:
-            async with routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url):
+            async with routed(engines, tmp_path / "j", limits=Limits(probe_s=0.05, drain_s=30.0)) as (
+                router,
+                session,
+                url,
+            ):
                 under_way = [asyncio.create_task(ask(session, url, max_tokens=15)) for _ in range(10)]
-                await asyncio.sleep(0.2)
+                await dispatched(router, 10)
                 stopping = asyncio.create_task(router._drain(None))
                 await asyncio.sleep(0.02)
                 status, _, headers = await ask(session, url)
                 assert (status, headers["Retry-After"]) == (503, "1")
                 assert {status for status, _, _ in await asyncio.gather(*under_way)} == {200}
                 await stopping
-            async with routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url):
+            async with routed(engines, tmp_path / "j", limits=Limits(probe_s=0.05, drain_s=30.0)) as (
+                router,
+                session,
+                url,
+            ):
                 assert (await ask(session, url))[0] == 200
                 await idle(router, engines)
 
