@@ -203,6 +203,15 @@ def test_streams_out_of_step_give_no_steps_and_late_tokens_do_not_move_their_end
     assert len(step_ends([streams[0], apart], 0.1, 0.7)[0]) == 0
 
 
+@pytest.mark.parametrize("seats", [2, 3, 6])
+def test_engines_of_few_seats_are_priced_as_they_are(seats):
+    config = EngineConfig(max_num_seqs=seats, max_num_batched_tokens=128, num_gpu_blocks=256, max_model_len=1024)
+    found = calibrate(SimulatedTarget(config, TRUTH), budget_s=60, rounds=1, progress=quiet)
+    table = judge.over_the_grid(found.cost, TRUTH, config)
+    inside = table[~table.mixed | (table.sequences > 1)]  # alone with a prompt nobody can watch
+    assert inside.error_pct.abs().max() < 1.5
+
+
 def test_an_engine_of_one_seat_cannot_be_watched():
     with pytest.raises(InputError, match="a second seat"):
         calibrate(SimulatedTarget(EngineConfig(max_num_seqs=1), TRUTH), progress=quiet)

@@ -120,7 +120,9 @@ class _Model:
     def _regime(self, regime: str):
         mixed = regime == "mixed"
         bent = regime in self.bends
-        counts = COUNTS[regime][1:] if bent and not mixed else COUNTS[regime]
+        alike = len({s.sequences for o in self.observations for s in o.steps if s.mixed == mixed}) < 2
+        # What is the same everywhere, or goes with another count, has no price of its own.
+        counts = COUNTS[regime][1:] if alike or (bent and not mixed) else COUNTS[regime]
         names = [f"{regime}.{name}" for name in counts]
         if bent:
             names += [f"{regime}@{knot:g}" for knot in self.knots[regime]]

@@ -86,7 +86,7 @@ def _mixed(config: EngineConfig, rough: Rough, tokens: int, affordable: float) -
     prompts of several chunks. Steps with fewer new tokens than there are witnesses count as the smallest seen."""
     room = config.max_num_batched_tokens
     edges = sorted({n for n in (*EDGES, *range(2048, room, 1024), room) if n <= room})
-    few = min(WITNESSES, config.max_num_seqs - 1)
+    few = max(1, min(WITNESSES, (config.max_num_seqs - 1) // 2))  # fewer than the many below: both numbers tell
     found = []
     sizes = sorted({1, *(n - few for n in edges if n > few)})
     for part in np.array_split(np.array(sizes), max(1, len(sizes) // 6)):
