@@ -49,7 +49,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     add("--flags", default="", metavar="'WORDS'", help="hardware: more flags of vLLM, like '--dtype bfloat16'")
     add("--restart", action="store_true", help="start an engine again that ends (default: say so, and end)")
     add("--out", metavar="DIR", help="folder for logs and status files (default: a temporary one)")
-    add("--timeout-s", type=number(above=0), default=300.0, metavar="S", help="until all must serve")
+    add("--timeout-s", type=number(above=0), default=600.0, metavar="S", help="until all must serve")
 
 
 def launch(args):

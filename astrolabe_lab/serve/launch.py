@@ -38,7 +38,7 @@ def launch(
     async_scheduling: bool = False,
     folder: str | Path | None = None,
     model_name: str | None = None,
-    timeout_s: float = 300.0,
+    timeout_s: float = 600.0,
     progress: Callable[[str], None] | None = None,
     *,
     world: str = "emulated",

@@ -48,6 +48,8 @@ def excess(steps):
 
 
 def test_tpot_and_ttft_are_those_of_the_simulator_alone_and_in_a_batch(cluster):
+    one_token, its_step = send(cluster, requests([(8, 1)] * 6), concurrency=1)
+    front_s = (one_token["e2e_from_send_s"].sum() - its_step["seconds"].sum()) / 6  # server, client, network
     alone = requests([(30, 20), (300, 20), (900, 12)])
     frame, steps = send(cluster, alone, concurrency=1)
     spaced = alone.assign(arrived_s=np.arange(len(alone)) * 100.0)
@@ -58,13 +60,14 @@ def test_tpot_and_ttft_are_those_of_the_simulator_alone_and_in_a_batch(cluster):
         simulated = simulate(trace, policy, instances=1, engine=cluster.config, cost=cluster.cost)
         late = excess(logged)
         assert (logged["seconds"] > 0.995 * logged["modelled_s"]).all()  # no step ends early
-        assert live["e2e_s"].sum() / simulated["e2e_s"].sum() - 1 < max(0.05, late + 0.03), late
         if trace is spaced:  # of a batch, which requests join the first step depends on when they arrive
             decoding = [(frame["finished_s"] - frame["first_token_s"]).sum() for frame in (live, simulated)]
             assert decoding[0] / decoding[1] - 1 < max(0.05, late + 0.03), late
+        wanted_s = simulated["e2e_s"].mean()
+        assert live["e2e_s"].mean() - wanted_s < max(0.05, late + 0.03) * wanted_s + 2 * front_s, (late, front_s)
         wanted_s = simulated["ttft_s"].mean()
-        crowded_s = 0.0 if late < 0.03 else 0.1  # a host that is late with steps is late with its API servers too
-        assert live["ttft_s"].mean() - wanted_s < max(0.05 * wanted_s, 0.010) + late * wanted_s + crowded_s, late
+        later_s = live["ttft_s"].mean() - wanted_s
+        assert later_s < max(0.05 * wanted_s, 0.010) + late * wanted_s + 2 * front_s, (late, front_s)
 
 
 def test_a_true_length_in_vllm_xargs_ends_the_answer_by_end_of_sequence(cluster):
