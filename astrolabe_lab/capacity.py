@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from astrolabe_lab.measure import Capacity
 
 SAMPLES = ("auto", "head", "permute", "resample")
+UNBEARABLE = 0.01  # the share of requests that can be rejected without P99 being infinite
 FEW = 8  # runs that are not worth starting processes for
 
 
@@ -148,6 +149,15 @@ class _Runs:
         options = self.options | ({"workers": 1} if len(rates) * len(seeds) <= FEW else {})
         found = sweep.sweep(self.trace, {self.label: self.policy}, rates, seeds, progress=False, **options)
         self.made += len(found)
+        never = (found["rejected"] / found["n"]).max()
+        if never >= UNBEARABLE:
+            row = found.loc[(found["rejected"] / found["n"]).idxmax()]
+            raise InputError(
+                f"{self.label}, {self.what}: the engine can never run {row['rejected']:,} of {row['n']:,} requests "
+                "(longer than max_model_len, or than its whole KV cache), and a rejected one counts as late: no rate "
+                "keeps the P99. Raise the engine's max_model_len, or leave them out of the trace (`astrolabe trace "
+                "make FILE --filter max_total_tokens=N --out SHORTER.parquet`)"
+            )
         span = f"{rates[0]:g} QPS" if len(rates) == 1 else f"{rates[0]:g}..{rates[-1]:g} QPS"
         seen = found[f"{self.metric}_all_s"]
         self.tell(

@@ -155,6 +155,20 @@ def test_the_table_names_every_outcome_and_latency(files, capsys):
     )
 
 
+def test_the_presets_are_listed_with_model_device_and_error(capsys):
+    assert cli.main(["presets"]) == 0
+    out = capsys.readouterr().out
+    assert "llama2-7b-a30\n    meta-llama/Llama-2-7b-hf" in out and "NVIDIA A30" in out and out.count("mean error") == 7
+    assert cli.main(["presets", "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["presets"]) == set(cost.presets())
+
+
+def test_a_summary_says_which_arrivals_and_whether_it_is_steady(files, capsys):
+    assert cli.main(words_for(files)) == 0
+    out = capsys.readouterr().out
+    assert "arrivals    poisson at " in out and "regime      short: too short" in out
+
+
 # --- wrong use ----------------------------------------------------------------------------------------------
 
 WRONG = {

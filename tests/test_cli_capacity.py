@@ -36,6 +36,20 @@ def test_the_capacity_comes_as_one_json_object_and_as_a_sentence(capsys, tmp_pat
     assert f"{one['mean_qps']:.2f}" in out
 
 
+def test_a_trace_that_can_never_keep_the_limit_is_refused_with_the_reason(capsys, tmp_path):
+    rows = [(100, 20)] * 95 + [(9000, 20)] * 5
+    pd.DataFrame(rows, columns=["prompt_tokens", "output_tokens"]).to_csv(tmp_path / "t.csv", index_label="rid")
+    code, out, err = asked(capsys, QUICK.replace("sharegpt_like", f"{tmp_path}/t.csv"))
+    assert code == 2 and not out
+    assert "of 80 requests (longer than max_model_len" in err
+    assert "max_model_len" in err and "--filter max_total_tokens=N" in err
+
+
+def test_a_finite_capacity_says_what_it_leaves_out_and_which_lengths_it_took(capsys):
+    _, out, _ = asked(capsys, QUICK)
+    assert out.startswith("predicted lengths: oracle\n") and "overstates what the cluster bears for good" in out
+
+
 def test_policies_are_set_against_a_baseline_seed_by_seed(capsys):
     words = f"{QUICK} --policy random --baseline random".replace("2,10", "1,40")
     code, out, _ = asked(capsys, words + " --json")

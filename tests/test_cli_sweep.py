@@ -31,6 +31,25 @@ def test_it_makes_the_runs_says_where_they_are_and_goes_on_the_next_time(grid, t
     assert told["runs"] == {"all": 4, "made": 0, "made_before": 4, "failed": 0} and told["source"] == "simulated"
 
 
+def test_it_shows_means_over_seeds_for_all_that_varies(grid, tmp_path, capsys):
+    grid.write_text(GRID.replace("qps: [4]", 'qps: [4, 6], lengths: [oracle, "noisy:0.5"]'))
+    assert main(["sweep", str(grid), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
+    said = capsys.readouterr().out
+    table = said[said.index("means over seeds") : said.index("wrote")].splitlines()
+    assert len(table) == 2 + 2 * 2 * 2
+    for word in ("policy", "qps", "lengths", "ttft_p99_s", "seeds", "regime"):
+        assert word in table[1]
+    assert "same requests" not in said
+
+
+def test_it_says_when_seeds_share_their_requests(grid, tmp_path, capsys):
+    rows = "".join(f"{i},100,20,{i / 4}\n" for i in range(40))
+    (tmp_path / "t.csv").write_text("rid,prompt_tokens,output_tokens,arrived_s\n" + rows)
+    grid.write_text(GRID.replace("sharegpt_like", "t.csv, arrivals: trace"))
+    assert main(["sweep", str(grid), "--out", str(tmp_path / "out"), "--workers", "1"]) == 0
+    assert "all seeds have the same requests at the same times" in capsys.readouterr().out
+
+
 def test_a_dry_run_counts_and_estimates_and_writes_nothing(grid, tmp_path, capsys):
     assert main(["sweep", str(grid), "--dry-run", "--workers", "2"]) == 0
     said = capsys.readouterr().out

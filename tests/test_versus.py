@@ -287,6 +287,42 @@ def test_a_sweep_compares_with_itself_policy_by_policy(tmp_path, capsys):
     assert code == 2 and "A holds 2 policies, random, least_loaded: choose one" in err
 
 
+def test_runs_are_chosen_by_any_column_and_a_value_that_is_not_there_is_told_with_those_that_are(tmp_path, capsys):
+    from astrolabe_lab import sweep
+
+    grid = {
+        "defaults": {"trace": "sharegpt_like", "requests": 60, "instances": 2, "qps": 4, "policy": "min_tokens"},
+        "grid": {"lengths": ["oracle", "noisy:0.5"], "engine.max_num_seqs": [24, 48], "seed": [0, 1, 2]},
+    }
+    sweep.run(grid, tmp_path / "s", progress=False, workers=1)
+    words = ("--where", "engine.max_num_seqs=48", "--where-a", "lengths=oracle", "--where-b", "lengths=noisy:0.5")
+    code, out, _ = asked(capsys, tmp_path / "s", tmp_path / "s", *words, "--json")
+    assert code == 0 and json.loads(out)["seeds"] == 3
+    code, _, err = asked(capsys, tmp_path / "s", tmp_path / "s", "--where", "lengths=constant")
+    assert code == 2 and "its lengths are oracle, noisy:0.5" in err
+    code, _, err = asked(capsys, tmp_path / "s", tmp_path / "s", "--where", "length=oracle")
+    assert code == 2 and "not COLUMN=VALUE" in err
+
+
+def test_seeds_that_share_their_requests_tell_of_the_routers_luck_alone(tmp_path, capsys):
+    from astrolabe_lab import sweep
+
+    timed = arrivals.with_arrivals(sharegpt_like.generate(80, seed=1, text=False), 6, seed=1)
+    options = {"arrivals": "trace", "workers": 1, "instances": 3, "progress": False, "out": tmp_path / "s"}
+    frame = sweep.sweep(timed, ["random", "astrolabe:k=2"], [6], [0, 1, 2, 3], **options)
+    a, b = (frame[frame.policy == policy] for policy in ("random", "astrolabe:k=2"))
+    found = compare(a, b)
+    assert found.interval.str.startswith("over the router's luck alone").all()
+    assert found.aa_arrivals_pct.isna().all()
+
+
+def test_runs_on_other_requests_are_refused_before_a_is_made_again(files, capsys, tmp_path):
+    words = f"simulate --trace {files}/t.csv --qps 7 --policy random --instances 3 --seed 0 --requests 90"
+    assert cli.main([*words.split(), "--out", str(tmp_path / "b.parquet")]) == 0
+    code, _, err = asked(capsys, files / "random" / "0.parquet", tmp_path / "b.parquet")
+    assert code == 2 and "A again" not in err
+
+
 # --- making a result again ----------------------------------------------------------------------------------
 
 

@@ -214,6 +214,7 @@ def build_parser() -> argparse.ArgumentParser:
         module.add_arguments(add(command, getattr(module, command), module.SUMMARY, module.EXAMPLE, module.DETAILS))
 
     add("policies", _policies, "list the dispatch policies and their options", "astrolabe policies")
+    add("presets", _presets, "list the presets: model, device, error and source", "astrolabe presets")
     return parser
 
 
@@ -246,6 +247,21 @@ def _report(args):
     size = out.stat().st_size
     record = {"report": str(out), "bytes": size, "failed": failed}
     return record, f"wrote {out} ({size / 1e6:.1f} MB, opens without a network)"
+
+
+def _presets(args):
+    from astrolabe_lab import cost
+
+    found = {name: cost.preset(name) for name in cost.presets()}
+    kept = {name: {"model": one.model, "device": one.device, "source": one.source} for name, one in found.items()}
+    for name, one in found.items():
+        kept[name]["error"] = one.error
+    lines = []
+    for name, about in kept.items():
+        errors = (f"{what} {of['mean_abs_pct']:g} %" for what, of in about["error"].items() if "mean_abs_pct" in of)
+        lines += [name, f"    {about['model']} on {about['device']}"]
+        lines.append(f"    mean error of the fit: {', '.join(errors) or 'see --json'}")
+    return {"presets": kept}, "\n".join(lines)
 
 
 def _policies(args):

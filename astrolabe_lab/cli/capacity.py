@@ -82,6 +82,7 @@ def capacity(args: argparse.Namespace) -> tuple[dict, str]:
     )  # fmt: skip
     record = {
         "source": "simulated",
+        "lengths": args.lengths,
         "metric": args.metric,
         "limit_s": args.limit_s,
         "instances": args.instances,
@@ -90,7 +91,9 @@ def capacity(args: argparse.Namespace) -> tuple[dict, str]:
         "cost": cost.to_dict(),
         "capacities": [one.to_dict() for one in found],
     }
-    text = "\n".join(map(str, found))
+    text = f"predicted lengths: {args.lengths}\n" + "\n".join(map(str, found))
+    if kinds == ("finite",):
+        text += "\na finite capacity overstates what the cluster bears for good, the more the shorter the runs"
     bounds = [f"{one.policy}, {one.kind}" for one in found if one.censored]
     if args.baseline is not None and bounds:
         record["differences"] = None

@@ -31,6 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("b", metavar="B", help="the runs compared: a file or folder")
     parser.add_argument("--policy-a", metavar="NAME", help="where A holds several policies: which")
     parser.add_argument("--policy-b", metavar="NAME", help="where B holds several policies: which")
+    where = {"action": "append", "default": [], "metavar": "COLUMN=VALUE"}
+    parser.add_argument("--where", **where, help="of both, only runs with this value, as in lengths=oracle; repeatable")
+    parser.add_argument("--where-a", **where, help="the same of A alone")
+    parser.add_argument("--where-b", **where, help="the same of B alone")
     parser.add_argument("--again", metavar="FILE", help="A once more, made with another --policy-seed")
     parser.add_argument("--metrics", metavar="NAME,...", help="columns of the summary (default: the usual ones)")
     parser.add_argument("--slo", metavar="key=value,...", help="adds goodput: ttft_s, tpot_s, e2e_s, loose_factor")
@@ -50,8 +54,8 @@ def compare(args: argparse.Namespace) -> tuple[dict, str]:
     slo = measure.SLO.parse(args.slo) if args.slo is not None else None
     if not (math.isfinite(args.effect_pct) and args.effect_pct > 0):
         raise InputError(f"--effect-pct {args.effect_pct} is not a number > 0")
-    sides = {name: _load(path, policy) for name, path, policy in _sides(args)}
-    again = {"policy": _joined(_load(args.again, args.policy_a))} if args.again else {}
+    sides = {name: _load(path, policy, where) for name, path, policy, where in _sides(args)}
+    again = {"policy": _joined(_load(args.again, args.policy_a, args.where + args.where_a))} if args.again else {}
     metrics = None if args.metrics is None else list(filter(None, map(str.strip, args.metrics.split(","))))
     if metrics == []:
         raise InputError(f"--metrics {args.metrics!r} names no metric: give columns of the summary, as in ttft_p99_s")
@@ -96,11 +100,14 @@ def _mixed_code(sides: dict[str, list[pd.DataFrame]], again: bool) -> list[str]:
 
 
 def _sides(args):
-    return (("A", args.a, args.policy_a), ("B", args.b, args.policy_b))
+    return (
+        ("A", args.a, args.policy_a, args.where + args.where_a),
+        ("B", args.b, args.policy_b, args.where + args.where_b),
+    )
 
 
-def _load(path: str, policy: str | None) -> list[pd.DataFrame]:
-    """The frames of a file or folder, of one policy."""
+def _load(path: str, policy: str | None, where: list[str] = ()) -> list[pd.DataFrame]:
+    """The frames of a file or folder, of one policy, and only the rows that `where` asks for."""
     import pandas as pd
 
     path = Path(path)
@@ -134,8 +141,29 @@ def _load(path: str, policy: str | None) -> list[pd.DataFrame]:
             about = frame.attrs
             frame = frame[frame["policy"] == policy]
             frame.attrs = about
-        frames.append(frame)
+        frames.append(_only(frame, where, file))
     return frames
+
+
+def _only(frame: pd.DataFrame, where: list[str], file: Path) -> pd.DataFrame:
+    for condition in where:
+        column, equals, value = (part.strip() for part in condition.partition("="))
+        if not equals or column not in frame:
+            columns = ", ".join(frame.columns)
+            raise InputError(f"--where {condition}: not COLUMN=VALUE with a column of {file}: {columns}")
+        has = frame[column]
+        try:
+            kept = has == float(value)
+        except ValueError:
+            kept = has.astype(str) == value
+        kept |= has.astype(str) == value
+        if not kept.any():
+            values = ", ".join(map(str, has.unique()))
+            raise InputError(f"--where {condition}: {file} has no such run; its {column} are {values}")
+        about = frame.attrs
+        frame = frame[kept]
+        frame.attrs = about
+    return frame
 
 
 def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
@@ -181,20 +209,21 @@ def _text(found: pd.DataFrame, names: list[str], args) -> str:
     seeds = int(found["seeds"].min())
     several = "qps" in found
     head = f"{'metric':22}" + ("   qps" if several else "")
-    head += f"{'A':>11}{'B':>11}{'B - A':>10}  {f'{args.level:.0%} interval':^18} {'p':>7}  {'winner':10}"
+    head += f"{'A':>11}{'B':>11}{'B - A':>10}  {f'{args.level:.0%} interval':^18} {'p':>7}  {'winner':12}"
     head += f"{'A/A luck':^18}{'A/A arrivals':^18}{'seeds':>7}"
     lines = [f"A: {names[0]} ({args.a})", f"B: {names[1]} ({args.b})", "", head]
     for row in found.to_dict("records"):
         line = f"{row['metric']:22}" + (f"{row['qps']:6g}" if several else "")
         line += f"{_number(row['a']):>11}{_number(row['b']):>11}{_pct(row['pct']):>10}  "
-        line += f"{_span(row['low_pct'], row['high_pct']):^18} {_p(row['p_holm']):>7}  {row['winner']:10}"
+        winner = "cannot tell" if row["interval"].startswith("none") else row["winner"]
+        line += f"{_span(row['low_pct'], row['high_pct']):^18} {_p(row['p_holm']):>7}  {winner:12}"
         for kind in ("policy", "arrivals"):
             low, high = row[f"aa_{kind}_low_pct"], row[f"aa_{kind}_high_pct"]
             line += f"{_span(low, high) if not math.isnan(low) else _pct(row[f'aa_{kind}_pct']):^18}"
         needed = row["seeds_needed"]
         line += f"{'-' if math.isnan(needed) else '>10^6' if math.isinf(needed) else f'{needed:,.0f}':>7}"
         lines.append(line.rstrip())
-    kinds = ", ".join(dict.fromkeys(found["interval"]))
+    kinds = "; ".join(dict.fromkeys(found["interval"]))
     lines += [
         "",
         f"{seeds} seed{'s' * (seeds > 1)}; intervals: {kinds}; p corrected for the {len(found)} rows (Holm).",

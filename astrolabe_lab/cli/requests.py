@@ -55,6 +55,7 @@ def load_requests(
     from astrolabe_lab import generators, trace
     from astrolabe_lab.arrivals import parse, with_arrivals
 
+    unasked = args.arrivals is None
     kind = args.arrivals or ("trace" if args.qps is None else generators.arrivals_of(args.trace))
     if args.qps is None and kind != "trace":
         raise InputError(f"--arrivals {kind} needs a rate: give --qps")
@@ -82,6 +83,8 @@ def load_requests(
         raise InputError(f"{args.trace} has no arrival times: give {what}")
     if kind == "trace" and args.qps is None:
         return frame
+    if unasked and "arrived_s" in frame:
+        _log(f"{args.trace} has times, and --qps draws others ({kind}): --arrivals trace keeps their pattern")
     return with_arrivals(frame, args.qps, kind, seed=args.seed, alpha=args.alpha)
 
 

@@ -30,6 +30,13 @@ DETAILS = (
 )
 
 
+REGIMES = {
+    "steady": "a longer run would show much the same",
+    "short": "too short to say whether queues keep growing; throughput counts the time to drain",
+    "finite-trace": "queues kept growing: latencies grow with the number of requests",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the options of ``simulate``."""
     parser.usage = "%(prog)s --trace FILE --policy NAME (--instances N | --pools P+D) --out FILE [option ...]"
@@ -247,25 +254,31 @@ def _table(args, engine, preset, summary, wall_s, out):
     if preset is None and args.cost is None:
         kind = "Qwen2.5-3B on A40 as in Calibrate, Then Route"
     unwell = "".join(f", {summary[name]:,} {name}" for name in ("rejected", "failed", "aborted") if summary[name])
+    arrivals = "the trace's own times" if args.arrivals == "trace" else args.arrivals
+    rate = "" if args.qps is None else f" at {args.qps:g} requests/s"
     lines = [
         f"{args.policy} on {where}, seed {args.seed}",
+        f"arrivals    {arrivals}{rate}",
         f"engine      {kind}, scheduler {engine.scheduler}",
         f"requests    {summary['n']:,}: {summary['ok']:,} ok{unwell}",
         f"            {'mean':>10}{'p50':>10}{'p90':>10}{'p99':>10}",
     ]
     if summary["rejected"]:
         lines.insert(
-            3,
+            4,
             f"rejected    at arrival: they can never run with max_model_len={engine.max_model_len} "
             f"and num_gpu_blocks={engine.num_gpu_blocks}",
         )
     for name in ("ttft", "tpot", "e2e"):
         cells = "".join(f"{_seconds(summary[f'{name}_{which}_s']):>10}" for which in ("mean", "p50", "p90", "p99"))
         lines.append(f"{name.upper() + ' s':12}{cells}")
+    if unwell:
+        lines.append(f"            of the {summary['ok']:,} that ended well")
     lines += [
         f"throughput  {summary['throughput_rps']:.4g} requests/s, "
         f"{summary['output_tokens_per_s']:,.0f} output tokens/s",
         f"preemptions {summary['preemptions']:,}",
+        f"regime      {summary['regime']}: {REGIMES[summary['regime']]}",
         f"wrote {out} ({summary['n']:,} rows; simulated in {wall_s:.2f} s)",
     ]
     return "\n".join(lines)

@@ -5,8 +5,12 @@ from __future__ import annotations
 import argparse
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 SUMMARY = "make a grid of simulated runs on all cores or a Ray cluster"
 EXAMPLE = "astrolabe sweep GRID.yaml --out outputs/grid"
@@ -22,6 +26,8 @@ grid:
   qps: {from: 20, to: 32, step: 2}
   seed: [0, 1, 2]
 """
+
+SHOWN = 40  # rows of the table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,8 +84,31 @@ def sweep(args: argparse.Namespace) -> tuple[dict, str]:
     text = f"{len(frame):,} runs ({runs['made_before']:,} made before) in {_span(wall_s)}"
     if len(codes := sorted(set(frame["code"]))) > 1:
         text += f"\nrows of {len(codes)} versions of the code, told apart by the column code: {', '.join(codes)}"
-    text += f"\nwrote {summary}"
+    if same_requests(frame):
+        text += "\nall seeds have the same requests at the same times: they differ in the router's luck alone (sample: "
+        text += "permute or resample, or arrivals that are drawn, make them differ)"
+    text += f"\n\n{_table(frame)}\nwrote {summary}"
     return record | {"codes": codes, "source": "simulated", "wall_s": wall_s}, text
+
+
+def same_requests(frame: pd.DataFrame) -> bool:
+    """Whether, at some rate, several seeds faced one and the same set of requests."""
+    at = frame.groupby("qps", dropna=False)
+    return bool(((at["seed"].nunique() > 1) & (at["workload"].nunique() == 1)).any())
+
+
+def _table(frame: pd.DataFrame) -> str:
+    """Means over seeds, a row for everything else that varies: as many rows as a screen holds."""
+    measured = [name for name in ("ttft_p99_s", "e2e_mean_s", "throughput_rps", "preemptions") if name in frame]
+    varied = list(frame.columns[frame.columns.get_loc("policy") : frame.columns.get_loc("n")])
+    by = [name for name in varied if name != "seed" and (name == "policy" or frame[name].astype(str).nunique() > 1)]
+    groups = frame.groupby([frame[name].astype(str) if name not in ("policy", "qps") else frame[name] for name in by])
+    shown = groups[measured].mean().assign(seeds=groups["seed"].nunique())
+    if "regime" in frame:
+        shown["regime"] = groups["regime"].agg(lambda found: ", ".join(sorted(set(found))))
+    rest = len(shown) - SHOWN
+    text = f"means over seeds:\n{shown.head(SHOWN).reset_index().to_string(index=False, float_format='{:.4g}'.format)}"
+    return text + (f"\n... and {rest:,} rows more" if rest > 0 else "")
 
 
 def _span(seconds: float) -> str:

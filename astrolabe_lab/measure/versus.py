@@ -24,6 +24,7 @@ METRICS = (
 HIGHER_IS_BETTER = ("ok", "throughput_rps", "output_tokens_per_s", "total_tokens_per_s", "goodput")
 LOST_SHARE = 0.001  # of the requests sent: losing so much more changes a latency of those that are left
 KINDS = {"policy": "same requests, other luck of the router", "arrivals": "other arrivals"}
+OF_LUCK = "over the router's luck alone: every seed has the same requests at the same times"
 TENTHS = 10
 EFFECT_PCT = 2.0
 
@@ -57,10 +58,11 @@ def compare(
     the requests that are left, such as `e2e_mean_s`: shedding load makes those fast. The rows that count all sent
     (`..._all_s`, throughput, goodput, and then `ok`, how many ended well) are as always.
 
-    The interval is `interval` over seeds. With one seed, a latency's is that over ten successive tenths of the
-    run, which tells about that run alone; past capacity, or in a short run, where tenths are unlike, there is
-    none. Raises
-    InputError where runs are unpaired, or a frame holds several policies.
+    The interval is `interval` over seeds; where all of them have the same requests at the same times, it tells of
+    the router's luck alone, says so, and A has no other arrivals to be compared with. With one seed, a latency's is
+    that over ten successive tenths of the run, which tells about that run alone; past capacity, or in a short run,
+    where tenths are unlike, there is none. Raises InputError where runs are unpaired, or a frame holds several
+    policies.
     """
     a, b = _Side("A", a, slo), _Side("B", b, slo)
     if metrics is None:
@@ -132,6 +134,11 @@ class _Side:
         """Requests sent that did not end well; 0 where the summary does not tell."""
         return int((self.summary["n"] - self.summary["ok"]).sum()) if "ok" in self.summary else 0
 
+    @property
+    def same_requests(self) -> bool:
+        """Whether several seeds faced one and the same set of requests: they tell of that set, and of luck."""
+        return len(self.summary) > 1 and self.summary["workload"].nunique() == 1
+
     def at(self, qps: float) -> "_Side":
         """The runs at one rate."""
         side = object.__new__(_Side)
@@ -191,7 +198,7 @@ def _row(metric: str, a: _Side, b: _Side, again: Mapping[str, _Side], level: flo
     for kind in KINDS:
         if kind in again:
             aa = _difference(metric, a, again[kind], base, level, paired=kind == "policy")
-        elif kind == "arrivals" and len(a.summary) >= 4:
+        elif kind == "arrivals" and len(a.summary) >= 4 and not a.same_requests:
             aa = _halves(a.summary[metric].to_numpy(float), base, level)
         else:
             aa = dict.fromkeys(("pct", "low_pct", "high_pct"), math.nan)
@@ -214,7 +221,7 @@ def _difference(metric: str, a: _Side, b: _Side, base: float, level: float, pair
         mean, low, high = interval(gaps, level)
         spread = float(gaps.std(ddof=1)) if n > 1 and np.isfinite(gaps).all() else math.nan
         p = p_value(gaps)
-        name = "over seeds" if n > 1 else "none: one seed"
+        name = "none: one seed" if n < 2 else OF_LUCK if a.same_requests and b.same_requests else "over seeds"
     return {"difference": mean, "interval": name, "seeds": n, "p": p, "spread": spread} | _percent(
         mean, low, high, base
     )
