@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
@@ -30,6 +31,9 @@ class PoolExecutor(EmulatedExecutor):
         self._scale = float(extra["time_scale"])
         self._link = Link(Transfer(float(extra["latency_s"]), float(extra["per_block_s"])))
         self._caller = Caller()
+        self._mutex = (
+            threading.Lock()
+        )  # steps end in the device's thread, under asynchronous scheduling beside the next
         self._under_way: dict[str, tuple[Pull, float]] = {}
         self._fail_share, self._dice = float(extra["fail_share"]), random.Random(self.emulation.seed)
         self._log = Path(self.emulation.control).with_name(LOG) if self.emulation.control else None
@@ -60,13 +64,18 @@ class PoolExecutor(EmulatedExecutor):
 
     def _begin(self, told) -> None:
         for pull in told.pulls if told else ():
-            self._under_way[pull.rid] = (pull, self._now_s())
+            with self._mutex:
+                self._under_way[pull.rid] = (pull, self._now_s())
             self._caller.ask(pull.port, pull.name, pull.rid)
         for port, name in told.dropped if told else ():
             self._caller.done(port, name)
 
     def _with_transfers(self, output):
         """The output with what has arrived here, failed, or been let go since the last one."""
+        with self._mutex:
+            return self._told(output)
+
+    def _told(self, output):
         now_s, failed = self._now_s(), set()
         for rid, kept in self._caller.answers():
             if kept:
