@@ -12,8 +12,8 @@ from importlib import metadata
 from pathlib import Path
 
 from astrolabe_lab import __version__
+from astrolabe_lab.engines import leftovers, needs, placement
 from astrolabe_lab.machine import cores, gib, gpus, memory
-from astrolabe_lab.serve import leftovers, needs, placement
 
 CORE = (
     "numpy numba pandas pyarrow plotly cloudpickle papermill jupyterlab ipywidgets ipykernel nbformat nbclient "

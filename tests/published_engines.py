@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from astrolabe_lab.serve.published import StatusWriter
 from astrolabe_lab.sim.state import RUNNING
 from astrolabe_lab.sim.status import HEADER, ROW
+from astrolabe_lab.status.published import StatusWriter
 
 
 def publish(writer, taken_s, running=(), free_blocks=1055):

@@ -23,10 +23,10 @@ import psutil
 from speed import machine
 
 from astrolabe_lab import arrivals, bench, length
+from astrolabe_lab.engines.launch import launch
+from astrolabe_lab.engines.pace import read_pace
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.serve import journal
-from astrolabe_lab.serve.launch import launch
-from astrolabe_lab.serve.pace import read_pace
 
 CAPACITY_QPS = 31.6 / 12  # of an engine: Llama-2-7B on an A30, the paper's setting
 SETTLE_SHARE = 0.25  # of the run, before memory counts

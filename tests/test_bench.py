@@ -13,10 +13,10 @@ from test_router import MODEL, routed
 
 from astrolabe_lab import bench, cli
 from astrolabe_lab.bench.host import HostPace
+from astrolabe_lab.engines.pace import PaceWriter
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.measure.slo import SLO
 from astrolabe_lab.serve.limits import Limits
-from astrolabe_lab.serve.pace import PaceWriter
 
 PATIENT = {"limits": Limits(drain_s=1.0)}  # a router that gives up after a second judges the machine
 

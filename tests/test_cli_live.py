@@ -14,10 +14,10 @@ from scripted_engine import scripted_engines
 
 from astrolabe_lab.cli import main
 from astrolabe_lab.cost import preset
+from astrolabe_lab.engines.cluster_file import write_cluster
 from astrolabe_lab.serve import journal
-from astrolabe_lab.serve.cluster_file import write_cluster
-from astrolabe_lab.serve.published import StatusWriter
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.status.published import StatusWriter
 
 PRESET = preset("llama2-7b-a30")
 CONFIG = EngineConfig.from_dict(PRESET.engine)

@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from astrolabe_lab.engines import launch as launching
+from astrolabe_lab.engines import leftovers
+from astrolabe_lab.engines.engine_process import Engine, EngineError, _environment
+from astrolabe_lab.engines.supervisor import MOST_RESTARTS, Supervisor
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import launch as launching
-from astrolabe_lab.serve import leftovers
-from astrolabe_lab.serve.engine_process import Engine, EngineError, _environment
-from astrolabe_lab.serve.supervisor import MOST_RESTARTS, Supervisor
 
 FAKE = str(Path(__file__).with_name("fake_engine.py"))
 WAIT_S = 60

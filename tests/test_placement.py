@@ -5,9 +5,9 @@ import os
 import pytest
 
 from astrolabe_lab import machine
+from astrolabe_lab.engines import hardware, needs, placement
+from astrolabe_lab.engines.hardware import Hardware
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import hardware, needs, placement
-from astrolabe_lab.serve.hardware import Hardware
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from astrolabe_lab.calibrate import Transfer
-from astrolabe_lab.serve.engine_process import free_port
+from astrolabe_lab.engines.engine_process import free_port
 from astrolabe_lab.serve.pools.desk import Caller, Desk
 from astrolabe_lab.serve.pools.launch import Handover, parse_pools
 from astrolabe_lab.serve.pools.link import Link

@@ -15,11 +15,11 @@ from astrolabe_lab.request import Request
 from astrolabe_lab.serve.instance import STALE_S, Instance
 from astrolabe_lab.serve.ledger import Ledger
 from astrolabe_lab.serve.live_view import LiveView
-from astrolabe_lab.serve.published import CONTROL, StatusReader, StatusWriter
-from astrolabe_lab.serve.reckoned import reckon
-from astrolabe_lab.serve.scrape import Gauges, read_gauges
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.status_check import check_status
+from astrolabe_lab.status.published import CONTROL, StatusReader, StatusWriter
+from astrolabe_lab.status.reckoned import reckon
+from astrolabe_lab.status.scrape import Gauges, read_gauges
 
 CONFIG, COST = EngineConfig(max_model_len=2048), StepCost.parse("base_s=0.02,per_seq_s=0.002")
 NEWCOMER = Request(-1, 0.0, 64, 100)

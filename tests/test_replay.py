@@ -20,10 +20,10 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.foresight import Foresight
 from astrolabe_lab.predictor import Predictor
 from astrolabe_lab.serve import journal
-from astrolabe_lab.serve.published import StatusReader, StatusWriter
 from astrolabe_lab.serve.replay import replay, summary
-from astrolabe_lab.serve.status_line import unpack
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.status.published import StatusReader, StatusWriter
+from astrolabe_lab.status.status_line import unpack
 
 PRESET = preset("llama2-7b-a30")
 CONFIG = EngineConfig.from_dict(PRESET.engine)

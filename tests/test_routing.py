@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from astrolabe_lab.cost import preset
-from astrolabe_lab.serve.cluster_file import read_cluster, write_cluster
+from astrolabe_lab.engines.cluster_file import read_cluster, write_cluster
 from astrolabe_lab.serve.routing import RouterError, routing
 from astrolabe_lab.sim.config import EngineConfig
 
@@ -44,7 +44,7 @@ def test_a_cluster_file_without_a_step_cost_is_one_whose_engines_nobody_priced(c
 def test_a_router_serves_while_its_context_lasts(cluster, tmp_path):
     import urllib.request
 
-    from astrolabe_lab.serve import model_files
+    from astrolabe_lab.engines import model_files
 
     model_files.write(tmp_path / "model")
     running = cluster(None)

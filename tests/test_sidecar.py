@@ -17,10 +17,10 @@ from astrolabe_lab.predictor import Predictor
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.instance import Instance
-from astrolabe_lab.serve.published import StatusReader, StatusWriter
 from astrolabe_lab.serve.remote import RemotePredictors
 from astrolabe_lab.serve.sidecar import application
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.status.published import StatusReader, StatusWriter
 
 CONFIG, COST = EngineConfig(), StepCost.parse("base_s=0.02,per_kv_token_s=1e-6")
 

@@ -8,13 +8,13 @@ import pytest
 
 from astrolabe_lab import fit
 from astrolabe_lab.cost import COUNTS, Regime, StepCost
+from astrolabe_lab.engines import engine_cost, engine_facts, step_log
+from astrolabe_lab.engines.emulation import Disturbance, disturb
+from astrolabe_lab.engines.engine_process import Engine
+from astrolabe_lab.engines.pace import PaceWriter
+from astrolabe_lab.engines.step_log import StepLog, counts_of, read_steps
+from astrolabe_lab.engines.supervisor import Supervisor, Watched
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import engine_cost, engine_facts, step_log
-from astrolabe_lab.serve.emulation import Disturbance, disturb
-from astrolabe_lab.serve.engine_process import Engine
-from astrolabe_lab.serve.pace import PaceWriter
-from astrolabe_lab.serve.step_log import StepLog, counts_of, read_steps
-from astrolabe_lab.serve.supervisor import Supervisor, Watched
 from astrolabe_lab.sim.config import EngineConfig
 
 DECODE = (2, 2, 100, 0.0, False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from astrolabe_lab.engines.pace import LATE_SHARE, read_pace
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve.pace import LATE_SHARE, read_pace
 
 
 class HostPace:

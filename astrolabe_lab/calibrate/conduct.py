@@ -46,7 +46,7 @@ def calibrate(
 ) -> Calibration:
     """The Calibration of ``cluster``, measured on its first engine (pools: the first of each) in at most ``budget_s``.
 
-    ``cluster``: what ``serve.launch.launch`` returns or its folder, a ``SimulatedTarget``, what ``live.engines_at``
+    ``cluster``: what ``engines.launch.launch`` returns or its folder, a ``SimulatedTarget``, what ``live.engines_at``
     makes of URLs, or a pair of targets (prefill, decode). ``rounds``: at most so many passes over all cells.
     ``progress`` gets one line at a time (default: standard error). Raises InputError where
     the budget does not last for one round, or too little could be measured.

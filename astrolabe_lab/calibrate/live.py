@@ -186,7 +186,7 @@ def of(cluster):
 
 def targets_of(cluster):
     """(prefill target, decode target), the same one where engines do both. Raises InputError for anything else."""
-    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.engines.cluster_file import read_cluster
 
     if isinstance(cluster, tuple) and len(cluster) == 2:
         return cluster
@@ -303,7 +303,7 @@ def _get_json(url: str):
 
 def device_of_cluster(folder, cost=None) -> str:
     """What the engines of a cluster run on; of engines at URLs (no folder), this machine's device."""
-    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.engines.cluster_file import read_cluster
 
     if folder is not None and (found := read_cluster(folder)).world == "emulated":
         return modelled_device("emulated", cost if cost is not None else found.cost)

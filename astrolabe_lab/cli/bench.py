@@ -107,7 +107,7 @@ def _places(args) -> tuple[list[str], list[str]]:
     if not args.cluster:
         args.model, args.time_scale = args.model or "emulated", args.time_scale or 1.0
         return args.engines.split(",") if args.engines else [], []
-    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.engines.cluster_file import read_cluster
 
     cluster = read_cluster(args.cluster)
     args.model, args.time_scale = args.model or cluster.model, args.time_scale or cluster.time_scale

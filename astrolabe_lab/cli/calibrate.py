@@ -120,7 +120,7 @@ def calibrated(args, model: str, config, cost=None):
     """
     from astrolabe_lab.calibrate.artifact import load
     from astrolabe_lab.calibrate.live import device_of_cluster, flags_of, step_flags
-    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.engines.cluster_file import read_cluster
     from astrolabe_lab.sim.config import EngineConfig
 
     if args.calibration and args.constants_from:

@@ -53,9 +53,9 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
 
 
 def launch(args):
-    from astrolabe_lab.serve.engine_process import EngineError
-    from astrolabe_lab.serve.launch import launch as start
-    from astrolabe_lab.serve.placement import parse_cores
+    from astrolabe_lab.engines.engine_process import EngineError
+    from astrolabe_lab.engines.launch import launch as start
+    from astrolabe_lab.engines.placement import parse_cores
 
     many = (args.instances,)
     if args.pools:
@@ -149,7 +149,7 @@ def _router(args):
     from astrolabe_lab.cli.calibrate import calibrated
     from astrolabe_lab.cost import StepCost
     from astrolabe_lab.cost import preset as preset_of
-    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.engines.cluster_file import read_cluster
     from astrolabe_lab.serve.in_process import instances_of
     from astrolabe_lab.serve.journal import Journal
     from astrolabe_lab.serve.lengths import lengths_of

@@ -15,7 +15,7 @@ def are_meant(args) -> bool:
         return True
     if not args.cluster:
         return False
-    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.engines.cluster_file import read_cluster
 
     return {engine.get("role") for engine in read_cluster(args.cluster).engines} == {"prefill", "decode"}
 
@@ -25,7 +25,7 @@ def pool_router(args):
     from astrolabe_lab.cli.calibrate import calibrated
     from astrolabe_lab.disagg import routers
     from astrolabe_lab.disagg.constants import NAMED, Constants
-    from astrolabe_lab.serve.cluster_file import read_cluster
+    from astrolabe_lab.engines.cluster_file import read_cluster
     from astrolabe_lab.serve.instance import Instance
     from astrolabe_lab.serve.journal import Journal
     from astrolabe_lab.serve.lengths import lengths_of

@@ -24,10 +24,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sidecar(args: argparse.Namespace) -> tuple[None, None]:
+    from astrolabe_lab.engines.cluster_file import read_cluster
     from astrolabe_lab.length.serving import address, listen, serve
     from astrolabe_lab.predictor import Predictor, empty_status
     from astrolabe_lab.request import Request
-    from astrolabe_lab.serve.cluster_file import read_cluster
     from astrolabe_lab.serve.instance import Instance
     from astrolabe_lab.serve.sidecar import application
 

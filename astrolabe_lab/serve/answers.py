@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from astrolabe_lab.serve.dispatch import Unanswered
-from astrolabe_lab.serve.openai_api import Refusal
+from .dispatch import Unanswered
+from .openai_api import Refusal
 
 
 def given_up(tried: dict[int, Unanswered]) -> Refusal:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import probes
-from astrolabe_lab.serve.in_process import serving
+
+from . import probes
+from .in_process import serving
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,13 +12,14 @@ from aiohttp import web
 
 from astrolabe_lab.foresight import Foresight
 from astrolabe_lab.request import Request
-from astrolabe_lab.serve.instance import Instance
-from astrolabe_lab.serve.ledger import InFlight
-from astrolabe_lab.serve.limits import Limits
-from astrolabe_lab.serve.live_view import LiveView
-from astrolabe_lab.serve.openai_api import Asked, Refusal
-from astrolabe_lab.serve.records import Records
-from astrolabe_lab.serve.stream import Watcher
+
+from .instance import Instance
+from .ledger import InFlight
+from .limits import Limits
+from .live_view import LiveView
+from .openai_api import Asked, Refusal
+from .records import Records
+from .stream import Watcher
 
 HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers", "transfer-encoding",

@@ -17,13 +17,14 @@ from astrolabe_lab import policies
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.foresight import Foresight
 from astrolabe_lab.predictor import Predictor
-from astrolabe_lab.serve.instance import Instance
-from astrolabe_lab.serve.journal import Journal
-from astrolabe_lab.serve.lengths import Lengths, lengths_of
-from astrolabe_lab.serve.listen import listening
-from astrolabe_lab.serve.prompt_tokens import ByBytes
-from astrolabe_lab.serve.router import Router
 from astrolabe_lab.sim.config import EngineConfig
+
+from .instance import Instance
+from .journal import Journal
+from .lengths import Lengths, lengths_of
+from .listen import listening
+from .prompt_tokens import ByBytes
+from .router import Router
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -10,15 +10,16 @@ import numpy as np
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.predictor import Prediction, Predictor
 from astrolabe_lab.request import Request
-from astrolabe_lab.serve.breaker import Breaker, Health
-from astrolabe_lab.serve.ledger import Ledger
-from astrolabe_lab.serve.published import StatusReader
-from astrolabe_lab.serve.reckoned import reckon
-from astrolabe_lab.serve.scrape import Gauges
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.state import WAITING
 from astrolabe_lab.sim.status import Status
 from astrolabe_lab.sim.status_check import check_status
+from astrolabe_lab.status.published import StatusReader
+from astrolabe_lab.status.reckoned import reckon
+from astrolabe_lab.status.scrape import Gauges
+
+from .breaker import Breaker, Health
+from .ledger import Ledger
 
 STALE_S = 5.0  # modelled: no step takes as long
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve.scrape import Gauges
-from astrolabe_lab.serve.status_line import pack
 from astrolabe_lab.sim.status import Status
+from astrolabe_lab.status.scrape import Gauges
+from astrolabe_lab.status.status_line import pack
 
 VERSION = 1
 BATCH_S = 0.2  # between two fsyncs

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.length.remote import RemoteTagger
 from astrolabe_lab.length.tagging import Tag, Tagger
-from astrolabe_lab.serve.openai_api import Asked
+
+from .openai_api import Asked
 
 SPECS = "constant:N, or tagger:DIR or tagger:URL with ,constant=N and ,deadline_ms=X"
 DEADLINE_MS = 50.0

@@ -9,9 +9,10 @@ import numpy as np
 from astrolabe_lab.objective import objective
 from astrolabe_lab.predictor import Prediction
 from astrolabe_lab.prefix_record import PrefixOverlap, PrefixRecord
-from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.sim.signals import SIGNALS, Signals
 from astrolabe_lab.sim.view import Predictions
+
+from .instance import Instance
 
 
 class LiveView:

@@ -8,7 +8,7 @@ import json
 
 from aiohttp import web
 
-from astrolabe_lab.serve.openai_api import Refusal
+from .openai_api import Refusal
 
 BODY_S = 10.0  # wall
 

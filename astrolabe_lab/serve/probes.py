@@ -18,10 +18,11 @@ import numpy as np
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream
-from astrolabe_lab.serve.dispatch import Decision
-from astrolabe_lab.serve.live_view import LiveView
-from astrolabe_lab.serve.router import Router
-from astrolabe_lab.serve.stream import Watcher
+
+from .dispatch import Decision
+from .live_view import LiveView
+from .router import Router
+from .stream import Watcher
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from hashlib import blake2b
 
-from astrolabe_lab.serve.openai_api import Asked
+from .openai_api import Asked
 
 BLOCK_TOKENS = 64  # what a block stands for in a router's record of prefixes
 BLOCK_BYTES = 4 * BLOCK_TOKENS  # of text, about as many tokens

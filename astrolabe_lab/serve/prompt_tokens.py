@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve.openai_api import Asked
+
+from .openai_api import Asked
 
 BYTES_PER_TOKEN = 4.0  # until the first answers have said
 

@@ -7,15 +7,16 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.request import Request
-from astrolabe_lab.serve.counters import Counters
-from astrolabe_lab.serve.journal import Journal, Packed
-from astrolabe_lab.serve.ledger import InFlight
-from astrolabe_lab.serve.openai_api import Asked, Refusal
-from astrolabe_lab.serve.stream import Watcher
+
+from .counters import Counters
+from .journal import Journal, Packed
+from .ledger import InFlight
+from .openai_api import Asked, Refusal
+from .stream import Watcher
 
 if TYPE_CHECKING:
-    from astrolabe_lab.serve.dispatch import Decision
-    from astrolabe_lab.serve.router import Router
+    from .dispatch import Decision
+    from .router import Router
 
 
 @dataclass

@@ -10,8 +10,9 @@ import aiohttp
 
 from astrolabe_lab.predictor import Prediction
 from astrolabe_lab.request import Request
-from astrolabe_lab.serve.instance import Instance
-from astrolabe_lab.serve.sidecar import MOST_DISPATCHED, VERSION
+
+from .instance import Instance
+from .sidecar import MOST_DISPATCHED, VERSION
 
 NAMES = tuple(f.name for f in fields(Prediction) if f.name != "basis")
 

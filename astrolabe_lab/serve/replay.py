@@ -21,17 +21,18 @@ from astrolabe_lab.foresight import Foresight
 from astrolabe_lab.predictor import EXTENSION_TOKENS, Prediction, Predictor
 from astrolabe_lab.prefix_record import PrefixRecord
 from astrolabe_lab.request import Request
-from astrolabe_lab.serve import journal
-from astrolabe_lab.serve.ledger import Ledger
-from astrolabe_lab.serve.live_view import LiveView
-from astrolabe_lab.serve.prompt_prefix import BLOCK_TOKENS
-from astrolabe_lab.serve.replayed import Kept, identity_of
-from astrolabe_lab.serve.router import decision_stream
-from astrolabe_lab.serve.scrape import Gauges
-from astrolabe_lab.serve.status_line import reckon_again, unpack
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.status import Status
 from astrolabe_lab.sim.view import check_choice
+from astrolabe_lab.status.scrape import Gauges
+from astrolabe_lab.status.status_line import reckon_again, unpack
+
+from . import journal
+from .ledger import Ledger
+from .live_view import LiveView
+from .prompt_prefix import BLOCK_TOKENS
+from .replayed import Kept, identity_of
+from .router import decision_stream
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -21,20 +21,21 @@ from astrolabe_lab.foresight import Foresight
 from astrolabe_lab.prefix_record import PrefixRecord
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream as random_stream
-from astrolabe_lab.serve.answers import as_response, given_up, openai_errors
-from astrolabe_lab.serve.counters import Counters
-from astrolabe_lab.serve.dispatch import Decision, Dispatch, Unanswered
-from astrolabe_lab.serve.instance import Instance
-from astrolabe_lab.serve.journal import Journal
-from astrolabe_lab.serve.limits import Limits
-from astrolabe_lab.serve.live_view import LiveView
-from astrolabe_lab.serve.openai_api import PATHS, Asked, Refusal, parse
-from astrolabe_lab.serve.pages import Pages, check_key
-from astrolabe_lab.serve.prompt_prefix import BLOCK_TOKENS, prefix_blocks
-from astrolabe_lab.serve.records import Records
-from astrolabe_lab.serve.remote import RemotePredictors
-from astrolabe_lab.serve.watch import Watch
 from astrolabe_lab.sim.view import check_choice
+
+from .answers import as_response, given_up, openai_errors
+from .counters import Counters
+from .dispatch import Decision, Dispatch, Unanswered
+from .instance import Instance
+from .journal import Journal
+from .limits import Limits
+from .live_view import LiveView
+from .openai_api import PATHS, Asked, Refusal, parse
+from .pages import Pages, check_key
+from .prompt_prefix import BLOCK_TOKENS, prefix_blocks
+from .records import Records
+from .remote import RemotePredictors
+from .watch import Watch
 
 log = logging.getLogger(__name__)
 ENGINE_KEEP_ALIVE_S = 3.0  # below uvicorn's 5 s, lest a request leaves on a connection that the engine is closing

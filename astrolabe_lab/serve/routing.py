@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from astrolabe_lab.serve.running import Cluster
+from astrolabe_lab.engines.running import Cluster
 
 END_S = 60.0  # wall s that requests under way have to end
 
@@ -43,7 +43,7 @@ def routing(
     words += [*(["--journal", str(journal)] if journal else []), *options]
     process = subprocess.Popen(
         [
-            *(sys.executable, "-m", "astrolabe_lab.serve.guard", str(os.getpid())),
+            *(sys.executable, "-m", "astrolabe_lab.engines.guard", str(os.getpid())),
             *(sys.executable, "-m", "astrolabe_lab.cli", *words),
         ],
         stdin=subprocess.PIPE,

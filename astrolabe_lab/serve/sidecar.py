@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.objective import objective
 from astrolabe_lab.request import Request
-from astrolabe_lab.serve.instance import Instance
+
+from .instance import Instance
 
 VERSION = 1
 MOST_DISPATCHED = 4096

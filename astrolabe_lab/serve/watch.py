@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import aiohttp
 
-from astrolabe_lab.serve.instance import Instance
-from astrolabe_lab.serve.limits import Limits
-from astrolabe_lab.serve.scrape import read_gauges
+from astrolabe_lab.status.scrape import read_gauges
+
+from .instance import Instance
+from .limits import Limits
 
 PATIENCE_S = 5.0  # wall; a burst of requests must not make an engine look dead
 

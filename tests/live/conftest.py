@@ -2,7 +2,7 @@
 
 import pytest
 
-from astrolabe_lab.serve.launch import launch
+from astrolabe_lab.engines.launch import launch
 
 TIME_SCALE = 3.0
 

@@ -6,8 +6,8 @@ import pytest
 
 from astrolabe_lab.calibrate import Transfer
 from astrolabe_lab.cost import StepCost
-from astrolabe_lab.serve.emulation import Emulation
-from astrolabe_lab.serve.engine_process import free_port
+from astrolabe_lab.engines.emulation import Emulation
+from astrolabe_lab.engines.engine_process import free_port
 from astrolabe_lab.sim.config import EngineConfig
 
 from . import NEEDS_VLLM

@@ -12,13 +12,14 @@ import psutil
 import pytest
 
 from astrolabe_lab import bench, cli
+from astrolabe_lab.engines import engine_cost, gguf_model
+from astrolabe_lab.engines.cluster_file import read_cluster
+from astrolabe_lab.engines.launch import launch
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.measure import summarise
-from astrolabe_lab.serve import engine_cost, gguf_model, journal
-from astrolabe_lab.serve.cluster_file import read_cluster
-from astrolabe_lab.serve.launch import launch
-from astrolabe_lab.serve.published import StatusReader
+from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.routing import routing
+from astrolabe_lab.status.published import StatusReader
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -9,11 +9,11 @@ from contextlib import contextmanager
 import pytest
 
 from astrolabe_lab import arrivals, bench, length, policies
+from astrolabe_lab.engines.pace import read_pace
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.serve import journal
-from astrolabe_lab.serve.pace import read_pace
-from astrolabe_lab.serve.published import StatusReader
 from astrolabe_lab.sim.cluster import simulate
+from astrolabe_lab.status.published import StatusReader
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, KVConnectorOutput
 
 from astrolabe_lab.calibrate.artifact import Transfer
-from astrolabe_lab.serve.emulate import EmulatedExecutor, _done
+from astrolabe_lab.engines.emulate import EmulatedExecutor, _done
 from astrolabe_lab.serve.pools.connector import DESK, Pull
 from astrolabe_lab.serve.pools.desk import Caller
 from astrolabe_lab.serve.pools.link import Link

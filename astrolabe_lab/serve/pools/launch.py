@@ -13,10 +13,10 @@ import json
 from dataclasses import dataclass
 
 from astrolabe_lab.calibrate.artifact import Transfer
+from astrolabe_lab.engines.engine_process import Engine, free_port
+from astrolabe_lab.engines.launch import launch
+from astrolabe_lab.engines.running import Cluster
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve.engine_process import Engine, free_port
-from astrolabe_lab.serve.launch import launch
-from astrolabe_lab.serve.running import Cluster
 
 ROLES = ("prefill", "decode")
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
@@ -78,7 +78,7 @@ def of_role(cluster, role: str) -> list:
 
 
 def _nixl(engine: Engine, cluster: Cluster, handover: Handover) -> None:
-    from astrolabe_lab.serve.placement import device_of
+    from astrolabe_lab.engines.placement import device_of
 
     config = {
         "kv_connector": "NixlConnector",

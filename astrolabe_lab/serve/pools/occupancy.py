@@ -9,7 +9,7 @@ import aiohttp
 import numpy as np
 
 from astrolabe_lab.disagg.view import POLLED
-from astrolabe_lab.serve.scrape import read_gauges
+from astrolabe_lab.status.scrape import read_gauges
 
 FAILED = "vllm:nixl_num_failed_transfers_total"
 FAILED_S = 2.0  # modelled s between two askings

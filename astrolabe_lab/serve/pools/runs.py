@@ -71,8 +71,8 @@ def run_cells(
     import pandas as pd
 
     from astrolabe_lab import bench
+    from astrolabe_lab.engines.cluster_file import read_cluster
     from astrolabe_lab.result import save
-    from astrolabe_lab.serve.cluster_file import read_cluster
 
     say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     if missing := sorted({cell.trace for cell in cells} - set(traces)):
@@ -118,8 +118,8 @@ def _in_time(validity: dict, url: str) -> dict:
 
 def _claim(out: Path, cells: list[Cell]) -> int:
     """The port that the cells' routers listen on, the same after a break; ``out`` belongs to these cells."""
+    from astrolabe_lab.engines.engine_process import free_port
     from astrolabe_lab.record import write_whole
-    from astrolabe_lab.serve.engine_process import free_port
 
     path, told = out / "cells.json", [asdict(cell) for cell in cells]
     if path.exists():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from astrolabe_lab.serve.guard import CLUSTER, GUARD
+from .guard import CLUSTER, GUARD
 
 
 def leftovers() -> list[dict]:
@@ -44,6 +44,6 @@ def _guards(pid: int) -> bool:
     import psutil
 
     try:
-        return "astrolabe_lab.serve.guard" in " ".join(psutil.Process(pid).cmdline())
+        return "astrolabe_lab.engines.guard" in " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
         return False

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from astrolabe_lab import machine
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve.placement import Place
+
+from .placement import Place
 
 EMULATED_BYTES = 1.4e9  # an engine's, measured
 CPU_ENGINE_BYTES = 1.9e9  # a real one's on the CPU, measured, without weights and KV cache

@@ -1,7 +1,7 @@
 """vLLM's schedulers, publishing the engine's status at each step (``--scheduler-cls``).
 
-    --scheduler-cls astrolabe_lab.serve.scheduler.StatusScheduler        (synchronous scheduling)
-    --scheduler-cls astrolabe_lab.serve.scheduler.AsyncStatusScheduler   (asynchronous: the default on GPUs)
+    --scheduler-cls astrolabe_lab.status.scheduler.StatusScheduler        (synchronous scheduling)
+    --scheduler-cls astrolabe_lab.status.scheduler.AsyncStatusScheduler   (asynchronous: the default on GPUs)
     --additional-config '{"astrolabe": {"status": "/path/of/status", "steps": "/path/of/steps", "time_scale": 1.0}}'
 
 Scheduling is vLLM's own; a step costs one pass over its requests more. Times in the status are monotonic seconds
@@ -19,12 +19,13 @@ import numpy as np
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from astrolabe_lab.serve.emulation import KEY
-from astrolabe_lab.serve.engine_facts import write_facts
-from astrolabe_lab.serve.published import CAPACITY, StatusWriter
-from astrolabe_lab.serve.step_log import StepLog, counts_of
+from astrolabe_lab.engines.emulation import KEY
+from astrolabe_lab.engines.engine_facts import write_facts
+from astrolabe_lab.engines.step_log import StepLog, counts_of
 from astrolabe_lab.sim.state import RUNNING, WAITING
 from astrolabe_lab.sim.status import HEADER, NEXT, NOW, ROW
+
+from .published import CAPACITY, StatusWriter
 
 
 class Scheduled(NamedTuple):

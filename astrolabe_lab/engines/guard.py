@@ -1,6 +1,6 @@
 """Runs a command in its own process group and ends the group when the parent is gone, however the parent ended.
 
-    python -m astrolabe_lab.serve.guard PARENT_PID COMMAND...
+    python -m astrolabe_lab.engines.guard PARENT_PID COMMAND...
 
 The parent holds the other end of standard input: when that closes (``close()``, an exception, SIGKILL), or another
 process has become the guard's parent (a fork of the parent may keep the pipe open), the group gets SIGTERM, and SIGKILL

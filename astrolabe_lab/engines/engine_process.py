@@ -13,10 +13,11 @@ import urllib.request
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from astrolabe_lab.serve.emulation import KEY, Emulation
-from astrolabe_lab.serve.guard import CLUSTER
-from astrolabe_lab.serve.placement import Place
 from astrolabe_lab.sim.config import EngineConfig
+
+from .emulation import KEY, Emulation
+from .guard import CLUSTER
+from .placement import Place
 
 QUIET = {
     "HF_HUB_OFFLINE": "1",
@@ -83,7 +84,7 @@ class Engine:
         with self.log.open("ab") as log:
             self.guard = subprocess.Popen(
                 [
-                    *(sys.executable, "-m", "astrolabe_lab.serve.guard", str(os.getpid())),
+                    *(sys.executable, "-m", "astrolabe_lab.engines.guard", str(os.getpid())),
                     *(*self.command, "--port", str(self.port)),
                 ],
                 stdin=subprocess.PIPE,
@@ -160,7 +161,7 @@ def emulated(index: int, folder: Path, model: Path, config: EngineConfig, emulat
     engine.command = [
         *_server(str(model), name),
         *engine_flags({k: v for k, v in asdict(config).items() if k != "async_scheduling"}),  # the executor's to say
-        "--distributed-executor-backend", "astrolabe_lab.serve.emulate.EmulatedExecutor",
+        "--distributed-executor-backend", "astrolabe_lab.engines.emulate.EmulatedExecutor",
         *_hooks(additional, emulation.async_scheduling),
         "--enforce-eager",
     ]  # fmt: skip
@@ -194,7 +195,7 @@ def _published(engine: Engine) -> dict[str, str]:
 def _hooks(additional: dict, asynchronous: bool) -> list[str]:
     scheduler = "AsyncStatusScheduler" if asynchronous else "StatusScheduler"
     return [
-        "--scheduler-cls", f"astrolabe_lab.serve.scheduler.{scheduler}",
+        "--scheduler-cls", f"astrolabe_lab.status.scheduler.{scheduler}",
         "--additional-config", json.dumps(additional),
     ]  # fmt: skip
 

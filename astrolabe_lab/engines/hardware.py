@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import engine_process, gguf_model, model_files, needs
-from astrolabe_lab.serve.engine_process import Engine
-from astrolabe_lab.serve.placement import cpu_places, device_of, gpu_places
 from astrolabe_lab.sim.config import EngineConfig
+
+from . import engine_process, gguf_model, model_files, needs
+from .engine_process import Engine
+from .placement import cpu_places, device_of, gpu_places
 
 RANDOM = "random-llama"  # a model of our own with random weights, small enough for any CPU
 ANSWER_TOKENS = 64  # of the random model's answers

@@ -19,11 +19,12 @@ from pathlib import Path
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.cost import preset as preset_of
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import engine_facts, engine_process, hardware, leftovers, model_files, needs
-from astrolabe_lab.serve.emulation import Emulation
-from astrolabe_lab.serve.engine_process import Engine, EngineError
-from astrolabe_lab.serve.running import Cluster
 from astrolabe_lab.sim.config import EngineConfig
+
+from . import engine_facts, engine_process, hardware, leftovers, model_files, needs
+from .emulation import Emulation
+from .engine_process import Engine, EngineError
+from .running import Cluster
 
 WORLDS = ("emulated", "hardware")
 PRESET = "llama2-7b-a30"

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve.engine_process import Engine
-from astrolabe_lab.serve.pace import LATE_SHARE, read_pace
+
+from .engine_process import Engine
+from .pace import LATE_SHARE, read_pace
 
 MOST_RESTARTS = 3  # of one engine within FORGIVEN_S, then it stays down: it dies of something that lasts
 FORGIVEN_S = 600.0

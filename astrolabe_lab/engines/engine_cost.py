@@ -15,7 +15,8 @@ from astrolabe_lab.cost import Regime, StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.fit.iterations import StepFit, fit
 from astrolabe_lab.rng import stream
-from astrolabe_lab.serve.running import Cluster
+
+from .running import Cluster
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -12,10 +12,11 @@ import numpy as np
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.serve.ledger import Ledger
-from astrolabe_lab.serve.reckoned import reckon, streamed
-from astrolabe_lab.serve.scrape import Gauges
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.status import HEADER, ROW, Status
+
+from .reckoned import reckon, streamed
+from .scrape import Gauges
 
 
 def pack(status: Status, gauges: Gauges | None = None) -> dict:

@@ -3,7 +3,7 @@
 Everything else of the engine is vLLM's own: API server, tokenizer, scheduler, KV cache manager, metrics. It needs a
 folder with ``config.json`` and a tokenizer (``model_files.write``), no weights, and these flags (``launch`` sets them):
 
-    --distributed-executor-backend astrolabe_lab.serve.emulate.EmulatedExecutor
+    --distributed-executor-backend astrolabe_lab.engines.emulate.EmulatedExecutor
     --additional-config '{"astrolabe": {"cost": {...}, "time_scale": 4.0}}'
 
 A request's true length comes in its ``vllm_xargs`` as ``output_tokens``: the engine then emits end-of-sequence as that
@@ -24,8 +24,8 @@ from vllm.v1.executor.abstract import Executor
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
-from astrolabe_lab.serve.emulation import Disturbance, Emulation
-from astrolabe_lab.serve.pace import PaceWriter
+from .emulation import Disturbance, Emulation
+from .pace import PaceWriter
 
 WORDS = 200  # distinct tokens that emulated answers are made of
 

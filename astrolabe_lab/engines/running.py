@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve import emulation, step_log
-from astrolabe_lab.serve.cluster_file import write_cluster
-from astrolabe_lab.serve.engine_process import Engine
-from astrolabe_lab.serve.supervisor import Supervisor
 from astrolabe_lab.sim.config import EngineConfig
+
+from . import emulation, step_log
+from .cluster_file import write_cluster
+from .engine_process import Engine
+from .supervisor import Supervisor
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -8,10 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from astrolabe_lab.serve.ledger import Ledger
-from astrolabe_lab.serve.scrape import Gauges
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.state import RUNNING, WAITING
 from astrolabe_lab.sim.status import HEADER, ROW, Status
+
+from .scrape import Gauges
 
 
 def reckon(ledger: Ledger, gauges: Gauges, engine: EngineConfig, now_s: float) -> Status:
