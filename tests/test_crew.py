@@ -71,7 +71,7 @@ def test_what_cannot_be_sent_is_refused_with_a_way_out():
 def test_a_script_needs_no_main_guard_and_runs_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from astrolabe_lab import crew\nprint('ran')\nbig = bytes(10_000_000)  # more than a pipe holds\n"
+        "from astrolabe_lab.sweep import crew\nprint('ran')\nbig = bytes(10_000_000)  # more than a pipe holds\n"
         "class Own:\n    def size(self, item):\n        return len(item)\n"
         "print(sorted(crew.each(Own().size, [b'a', big], 2)))\n"
     )
@@ -89,7 +89,7 @@ def test_the_main_module_is_back_once_the_processes_run():
 def test_ctrl_c_ends_the_workers_too(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import time\nfrom astrolabe_lab import crew\n"
+        "import time\nfrom astrolabe_lab.sweep import crew\n"
         "if __name__ == '__main__':\n"
         "    print('up', flush=True)\n"
         "    list(crew.each(time.sleep, [60, 60], 2))\n"

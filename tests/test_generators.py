@@ -69,7 +69,7 @@ def test_the_arrivals_that_go_with_a_spec_can_all_be_parsed():
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("family:talk", "allowed are chat, documents, reasoning, mixed"),
+        ("family:talk", "family:chat, family:documents, family:reasoning, family:mixed"),
         ("servegen:", "the path is missing"),
         ("servegen:,qps=3", "the path is missing"),
         ("servegen:no/such,qsp=3", "'qsp=3' is no option; servegen has start_s, duration_s, qps"),
