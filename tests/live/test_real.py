@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from astrolabe_lab import bench, cli
-from astrolabe_lab.engines import engine_cost, gguf_model
+from astrolabe_lab.engines import engine_cost
 from astrolabe_lab.engines.cluster_file import read_cluster
 from astrolabe_lab.engines.launch import launch
 from astrolabe_lab.generators import sharegpt_like
@@ -127,7 +127,7 @@ def test_a_request_with_a_seed_ends_its_engine_which_is_started_again_and_answer
     assert not real.lost and real.engines[1].starts == 1
 
 
-@pytest.mark.skipif(gguf_model.find_smollm2() is None, reason=f"SmolLM2's weights are not here: {gguf_model.INSTALL}")
+@pytest.mark.weights
 def test_smollm2_answers_a_question_as_a_model_does(tmp_path):
     with (
         launch(1, world="hardware", model="smollm2", engine="max_num_seqs=4,max_model_len=1024", folder=tmp_path / "c",
