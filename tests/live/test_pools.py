@@ -16,7 +16,7 @@ from astrolabe_lab.serve.pools.gates import check_pools, failed_transfers
 from astrolabe_lab.serve.pools.launch import Handover, launch_pools, of_role
 from astrolabe_lab.serve.pools.records import rows
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 TIME_SCALE = 3.0
 SMALL = (
     "max_num_seqs=16,max_num_batched_tokens=512,max_model_len=1024,block_size=32,num_gpu_blocks=256,"

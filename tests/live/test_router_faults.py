@@ -16,7 +16,7 @@ from astrolabe_lab.serve import in_process, journal
 
 from .test_stack import router, trace_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.long]
 
 
 def load(cluster):
