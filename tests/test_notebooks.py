@@ -242,9 +242,9 @@ def test_the_fidelity_notebook_replays_a_real_run(shared, tmp_path):
 
 def test_what_a_length_is_worth_is_told_for_every_level_and_once_for_who_reads_none(executed):
     summary = pd.read_parquet(executed("11_how_good_is_good_enough").with_name("summary.parquet"))
-    assert len(summary) == (2 * 6 + 2) * 2 * 2
+    assert len(summary) == (2 * 5 + 2) * 2 * 2
     assert summary.groupby("policy").lengths.nunique().to_dict() == {
-        "astrolabe:k=2": 6, "min_tokens": 6, "least_loaded": 1, "llumnix_minus_a": 1,
+        "astrolabe:k=2": 5, "min_tokens": 5, "least_loaded": 1, "llumnix_minus_a": 1,
     }  # fmt: skip
     assert summary.groupby(["qps", "seed"]).workload.nunique().eq(1).all()  # all comparisons are paired
 
