@@ -1,6 +1,7 @@
 """Every notebook: its form, and that it runs from top to bottom without a browser."""
 
 import ast
+import importlib
 import json
 import os
 from functools import cache
@@ -147,6 +148,21 @@ def test_its_code_cells_are_short_and_hide_nothing(path):
         assert not [word for word in FORBIDDEN if word in cell.source], cell.source
         paths = [n.value for n in ast.walk(ast.parse(cell.source)) if isinstance(n, ast.Constant)]
         assert not [p for p in paths if isinstance(p, str) and p.startswith(("/", "~", "C:"))], cell.source
+
+
+@each_notebook
+def test_whatever_it_imports_of_ours_is_there(path):
+    """Told without running it: some notebooks run only where there is time for live engines."""
+    found = 0
+    for cell in code_cells(path):
+        for node in ast.walk(ast.parse(cell.source)):
+            if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] == "astrolabe_lab":
+                for alias in node.names:
+                    found += 1
+                    module = importlib.import_module(node.module)
+                    if not hasattr(module, alias.name):
+                        importlib.import_module(f"{node.module}.{alias.name}")
+    assert found
 
 
 @each_notebook

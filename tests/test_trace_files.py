@@ -62,7 +62,7 @@ def test_a_quote_left_open_is_named(file):
 
 def test_missing_columns_and_double_ones_are_named(file):
     assert "lacks output_tokens" in refusal(file("prompt_tokens,answer\n5,6\n"))
-    assert "names a column twice" in refusal(file("prompt_tokens,prompt_tokens\n5,6\n"))
+    assert "names 'prompt_tokens' more than once" in refusal(file("prompt_tokens,prompt_tokens\n5,6\n"))
     assert "azure: Azure LLM inference CSV of 2023 and 2024: TIMESTAMP" in refusal(file("a,b\n1,2\n"))
 
 
