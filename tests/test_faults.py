@@ -16,6 +16,7 @@ from astrolabe_lab.cost import StepCost
 from astrolabe_lab.predictor import Predictor
 from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.breaker import Breaker, Health
+from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.lengths import lengths_of
 from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.listen import allow_open_files
@@ -266,6 +267,16 @@ def test_health_changes_after_several_probes_and_the_breaker_lets_one_trial_thro
     breaker.succeeded()
     breaker.failed(17.0)
     assert breaker.allows(17.0)
+
+
+def test_an_instance_that_failed_is_tried_again_only_once_a_probe_has_found_it_well():
+    instance = Instance(0, "http://x", EngineConfig(), breaker=Breaker(failures=1, cool_s=5.0))
+    instance.health.probed(False)
+    assert instance.available(0.0)  # one probe in vain is no verdict
+    instance.breaker.failed(0.0)
+    assert not instance.available(6.0)  # cooled, yet the last probe did not find it
+    instance.health.probed(True)
+    assert not instance.available(4.0) and instance.available(6.0)
 
 
 # --- clients ------------------------------------------------------------------------------------------------

@@ -49,6 +49,10 @@ class Instance:
     _epoch: tuple | None = field(default=None, repr=False)
 
     def available(self, now_s: float) -> bool:
+        """Whether it gets requests; one that has failed is tried again only once a probe has found it well."""
+        trial = self.breaker.opened_s is not None
+        if trial and self.health.against:
+            return False
         return self.health.healthy and not self.draining and self.breaker.allows(now_s)
 
     def status(self, now_s: float) -> tuple[Status, str]:

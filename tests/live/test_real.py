@@ -16,6 +16,8 @@ from astrolabe_lab.engines import engine_cost
 from astrolabe_lab.engines.cluster_file import read_cluster
 from astrolabe_lab.engines.launch import launch
 from astrolabe_lab.generators import sharegpt_like
+from astrolabe_lab.length import data, evaluate
+from astrolabe_lab.length.kinds import make
 from astrolabe_lab.measure import summarise
 from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.routing import routing
@@ -94,6 +96,31 @@ def test_a_trace_through_the_router_gets_exact_answers_from_both_engines(real, t
     assert set(frame["instance"]) == {0, 1} and set(frame["source"]) == {"hardware"}
     assert len([e for e in journal.read(tmp_path / "journal") if e["event"] == "outcome"]) == 24
     assert summarise(frame)["e2e_mean_s"].iloc[0] > 0
+
+
+def test_answers_are_collected_from_the_served_model_and_a_length_model_learns_from_them(real, tmp_path, capsys):
+    prompts, out = data.generated(40, seed=5)[["prompt"]], tmp_path / "answers.jsonl"
+    prompts.to_json(tmp_path / "prompts.jsonl", orient="records", lines=True)
+    with routing(real, "least_loaded") as url:
+        words = ["length", "collect", "--url", url, "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out)]
+        words += ["--api", "completions", "--max-tokens", "24", "--json"]
+        asked = []
+        for limit in ("16", "40"):  # the second goes on where the first ended
+            assert cli.main([*words, "--limit", limit]) == 0
+            asked.append(json.loads(capsys.readouterr().out))
+    assert [(each["asked"], each["already"], each["failed"]) for each in asked] == [(16, 0, 0), (24, 16, 0)]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len({line["prompt_uid"] for line in lines}) == len(lines) == 40
+    transformers = pytest.importorskip("transformers")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(real.tokenizer)
+    assert all(line["prompt_tokens"] == len(tokenizer(line["prompt"])["input_ids"]) for line in lines)
+    cut = [line["response_tokens"] for line in lines if line["finish_reason"] == "length"]
+    assert set(cut) == {24} and len(cut) == sum(each["cut_off"] for each in asked)
+    assert all(1 <= line["response_tokens"] <= 24 for line in lines)
+    answers = data.load(out)
+    assert answers["censored"].sum() == len(cut) and set(answers["model"]) == {real.model}
+    fitted, _ = evaluate.train(answers, make("prompt_ridge"), seed=0)
+    assert (fitted.predict(answers["prompt"].tolist()) > 0).all()
 
 
 def test_a_step_cost_fitted_to_the_engines_own_steps_orders_requests_as_they_turn_out(real):
