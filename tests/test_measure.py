@@ -202,6 +202,16 @@ def test_runs_on_other_requests_are_not_paired():
         paired_difference(pd.concat([grid(1.0), grid(1.0)]), "x", "a")
 
 
+@pytest.mark.parametrize(("loser", "faster", "clear"), [("a", "a", False), ("b", "b", False), ("a", "b", True)])
+def test_shedding_load_wins_no_latency_of_what_is_left(loser, faster, clear):
+    summary = grid(spread=1.0, gap=-1.0 if faster == "b" else 1.0).assign(n=1000)
+    summary["ok"] = 1000 - 5 * (summary["policy"] == loser)
+    named = summary.rename(columns={"x": "e2e_mean_s"})
+    assert (paired_difference(named, "e2e_mean_s", "a")["clear"] == clear).all()
+    assert paired_difference(summary.rename(columns={"x": "e2e_p99_all_s"}), "e2e_p99_all_s", "a")["clear"].all()
+    assert (best_and_undecided(named, "e2e_mean_s")["undecided"] == "").all() == clear
+
+
 def test_where_both_missed_there_is_no_winner():
     summary = grid(spread=1.0)
     summary.loc[summary.qps == 1, "x"] = math.inf

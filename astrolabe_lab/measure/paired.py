@@ -10,6 +10,7 @@ from astrolabe_lab.errors import InputError
 from .families import holm, simultaneous
 from .frames import listed, require_columns
 from .intervals import interval, over_seeds, p_value
+from .lost import lost_more, of_all_sent
 
 NO_WINNER = "no winner"
 
@@ -26,7 +27,8 @@ def paired_difference(
     `seeds`; `p`, and `p_holm`, corrected for the number of comparisons in the table; `low_all, high_all`,
     intervals that hold for all of them together; `clear`, True where p_holm < 1 - level. A reader who looks
     over the table for what is clear finds something in at most 1 - level of the tables without any true
-    difference. Raises InputError when the baseline is absent, or runs are unpaired: some are missing, or at
+    difference. Nothing is clear in favour of a side that lost more requests (`lost_more`, which for a `metric` of
+    those that are left is no win). Raises InputError when the baseline is absent, or runs are unpaired: some are missing, or at
     one qps and seed policies saw different requests (`workload` of the summary).
     """
     require_columns(summary, ("policy", "qps", "seed", metric))
@@ -49,8 +51,19 @@ def paired_difference(
         found["p_holm"] = holm(found["p"])
         together = _together(by_point, level)
         found["low_all"], found["high_all"] = together["low"].to_numpy(), together["high"].to_numpy()
-        found["clear"] = found["p_holm"] < 1 - level
+        found["clear"] = (found["p_holm"] < 1 - level) & ~_by_loss(found, summary, metric, baseline)
     return found
+
+
+def _by_loss(found: pd.DataFrame, summary: pd.DataFrame, metric: str, baseline: str) -> np.ndarray:
+    """Which rows are in favour of the side that lost more requests, by a metric of those that are left."""
+    if of_all_sent(metric):
+        return np.zeros(len(found), bool)
+    runs = dict(list(summary.groupby(["policy", "qps"])))
+    more = [
+        lost_more(runs[name, qps], runs[baseline, qps]) for name, qps in zip(found["policy"], found["qps"], strict=True)
+    ]
+    return np.array(more) * found["mean"].to_numpy() < 0
 
 
 def best_and_undecided(summary: pd.DataFrame, metric: str, level: float = 0.95) -> pd.DataFrame:

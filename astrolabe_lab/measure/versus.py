@@ -13,6 +13,7 @@ from .families import holm
 from .frames import listed, require_columns
 from .intervals import interval, p_value
 from .latency import summarise
+from .lost import higher_is_better, lost, lost_more, of_all_sent
 from .paired import NO_WINNER
 from .power import seeds_needed
 from .slo import SLO
@@ -21,8 +22,6 @@ METRICS = (
     *("ttft_mean_s", "ttft_p99_s", "ttft_p99_all_s", "tpot_mean_s", "e2e_mean_s", "e2e_p99_s"),
     *("e2e_per_token_mean_s", "throughput_rps", "preemptions"),
 )
-HIGHER_IS_BETTER = ("ok", "throughput_rps", "output_tokens_per_s", "total_tokens_per_s", "goodput")
-LOST_SHARE = 0.001  # of the requests sent: losing so much more changes a latency of those that are left
 KINDS = {"policy": "same requests, other luck of the router", "arrivals": "other arrivals"}
 OF_LUCK = "over the router's luck alone: every seed has the same requests at the same times"
 TENTHS = 10
@@ -88,9 +87,9 @@ def compare(
             rows.append({"qps": qps} | _row(metric, one, two, same, level, effect_pct))
     found = pd.DataFrame(rows)
     found["p_holm"] = holm(found["p"])
-    better = np.where([_higher_is_better(name) for name in found["metric"]], -1, 1) * found["difference"]
+    better = np.where([higher_is_better(name) for name in found["metric"]], -1, 1) * found["difference"]
     winner = np.where(better < 0, "B", "A")
-    of_all = [name.endswith("_all_s") or _higher_is_better(name) for name in found["metric"]]
+    of_all = [of_all_sent(name) for name in found["metric"]]
     shed = ~np.array(of_all) & (winner == found.pop("lost_more"))
     found["winner"] = np.where((found["p_holm"] < 1 - level) & ~shed, winner, NO_WINNER)
     first = ["metric", "qps", "a", "b", "difference", "pct", "low_pct", "high_pct", "interval", "seeds"]
@@ -132,7 +131,7 @@ class _Side:
     @property
     def lost(self) -> int:
         """Requests sent that did not end well; 0 where the summary does not tell."""
-        return int((self.summary["n"] - self.summary["ok"]).sum()) if "ok" in self.summary else 0
+        return lost(self.summary)
 
     @property
     def same_requests(self) -> bool:
@@ -193,8 +192,7 @@ def _row(metric: str, a: _Side, b: _Side, again: Mapping[str, _Side], level: flo
     row = {"metric": metric, "a": base, "b": float(b.summary[metric].mean())}
     row |= _difference(metric, a, b, base, level)
     row |= {"a_lost": a.lost, "b_lost": b.lost}
-    much = LOST_SHARE * a.summary["n"].sum()
-    row["lost_more"] = "A" if a.lost - b.lost > much else "B" if b.lost - a.lost > much else ""
+    row["lost_more"] = {1: "A", -1: "B", 0: ""}[lost_more(a.summary, b.summary)]
     for kind in KINDS:
         if kind in again:
             aa = _difference(metric, a, again[kind], base, level, paired=kind == "policy")
@@ -270,7 +268,3 @@ def _tenths(metric: str, requests: pd.DataFrame) -> np.ndarray:
     order = requests.iloc[np.argsort(requests["arrived_s"].to_numpy(), kind="stable")]
     tenth = np.arange(len(order)) * TENTHS // len(order)
     return summarise(order.assign(tenth=tenth), by=["tenth"])[metric].to_numpy(float)
-
-
-def _higher_is_better(metric: str) -> bool:
-    return metric.startswith(HIGHER_IS_BETTER)
