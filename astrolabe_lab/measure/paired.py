@@ -27,9 +27,9 @@ def paired_difference(
     `seeds`; `p`, and `p_holm`, corrected for the number of comparisons in the table; `low_all, high_all`,
     intervals that hold for all of them together; `clear`, True where p_holm < 1 - level. A reader who looks
     over the table for what is clear finds something in at most 1 - level of the tables without any true
-    difference. Nothing is clear in favour of a side that lost more requests (`lost_more`, which for a `metric` of
-    those that are left is no win). Raises InputError when the baseline is absent, or runs are unpaired: some are missing, or at
-    one qps and seed policies saw different requests (`workload` of the summary).
+    difference. Nothing is clear in favour of a side that lost more requests (`lost_more`), where `metric` is of
+    those that are left. Raises InputError when the baseline is absent, or runs are unpaired: some are missing, or
+    at one qps and seed policies saw different requests (`workload` of the summary).
     """
     require_columns(summary, ("policy", "qps", "seed", metric))
     if baseline not in (names := list(summary["policy"].unique())):
