@@ -1,4 +1,4 @@
-"""`Up to x % lower`: how large the largest of many differences is by chance, and how often that is called a win."""
+"""`Up to x % better`: how large the largest of many differences is by chance, and how often that is called a win."""
 
 import math
 
@@ -81,6 +81,31 @@ def test_more_policies_need_more_evidence():
     assert among.loc["a", "p_holm"] >= alone.loc["a", "p_holm"]
 
 
+def test_with_few_seeds_nothing_can_be_told_and_that_is_said():
+    rng = np.random.default_rng(7)
+    for seeds, said in ((3, "too few seeds"), (6, "better")):
+        both = pd.concat([runs(rng, range(seeds)), runs(rng, range(seeds), gain=0.9, policy="better")])
+        found = up_to(both, "x", "base").iloc[0]
+        assert found.winner == said and found.least_p == pytest.approx(2 / (1 + 2**seeds)) == found.p_holm
+
+
+def test_more_is_better_where_it_is():
+    rng = np.random.default_rng(8)
+    both = pd.concat([runs(rng, range(8)), runs(rng, range(8), gain=0.6, policy="less")])
+    both = both.rename(columns={"x": "throughput_rps"})
+    assert up_to(both, "throughput_rps", "base").winner[0] == "no winner"
+    found = up_to(both, "throughput_rps", "less").iloc[0]
+    assert found.winner == "base" and found.up_to_pct > 100
+
+
+def test_a_policy_that_sheds_load_wins_no_maximum_of_what_is_left():
+    rng = np.random.default_rng(9)
+    both = pd.concat([runs(rng, range(8)), runs(rng, range(8), gain=0.6, policy="sheds")]).assign(n=1000, ok=1000)
+    both.loc[both["policy"] == "sheds", "ok"] = 900
+    assert up_to(both.rename(columns={"x": "e2e_p99_s"}), "e2e_p99_s", "base").winner[0] == "no winner"
+    assert up_to(both.rename(columns={"x": "e2e_p99_all_s"}), "e2e_p99_all_s", "base").winner[0] == "sheds"
+
+
 def test_what_was_not_given_is_not_tested():
     rng = np.random.default_rng(5)
     found = up_to(pd.concat([runs(rng, range(6)), runs(rng, range(6), policy="same")]), "x", "base").iloc[0]
@@ -100,5 +125,7 @@ def test_what_cannot_be_a_maximum_over_rates_is_refused():
         up_to(both, "x", "base", others=runs(rng, range(50, 53)))
     with pytest.raises(InputError, match="missing, or infinite, at policy_seed 101"):
         up_to(both, "x", "base", again=again(rng, range(5)))
+    with pytest.raises(InputError, match="x of base is not above 0 at qps 20"):
+        up_to(both.assign(x=both["x"].where(both["qps"] > 20, 0.0)), "x", "base")
     with pytest.raises(InputError, match="lacks policy_seed"):
         up_to(both, "x", "base", again=runs(rng, range(6)))

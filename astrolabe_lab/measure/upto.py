@@ -1,4 +1,4 @@
-"""`Up to x % lower`: the largest of many differences, against what the largest is by chance."""
+"""`Up to x % better`: the largest of many differences, against what the largest is by chance."""
 
 from collections.abc import Iterable
 
@@ -10,9 +10,11 @@ from astrolabe_lab.errors import InputError
 from .families import holm
 from .frames import listed, require_columns
 from .intervals import flips
+from .lost import higher_is_better, lost_more, of_all_sent
 from .paired import NO_WINNER, paired_table
 
 DRAWS = 4999
+TOO_FEW = "too few seeds"
 
 
 def up_to(
@@ -24,11 +26,12 @@ def up_to(
     level: float = 0.95,
     seed: int = 0,
 ) -> pd.DataFrame:
-    """The largest reduction of `metric` at any rate, a row per policy, and how large chance alone makes it.
+    """By how many percent `metric` is better at the rate where that is most, a row per policy, and how much of that is
+    chance.
 
-    The mean over seeds at each rate is compared with the baseline's; the largest reduction of a sweep is
-    positive also for a policy compared with itself, the more so the more rates it is picked from. So the same
-    maximum is taken where there is no difference:
+    The mean over seeds at each rate is compared with the baseline's (lower is better, but of throughput, goodput and
+    requests that ended well). The largest gain of a sweep is positive also for a policy compared with itself, the
+    more so the more rates it is picked from. So the same maximum is taken where there is no difference:
 
     - `p_swapped`: the two policies' labels swapped seed by seed, at all rates together (no difference means that
       either could have been either);
@@ -39,9 +42,11 @@ def up_to(
       hardest.
 
     Columns: `policy, up_to_pct, at_qps, seeds`; `swapped_pct, policy_pct, arrivals_pct`, which chance exceeds
-    in 1 - level of cases; the p-values; `p_holm`, of the largest of them, corrected for the policies; `winner`,
-    the policy or "no winner" (p_holm at least 1 - level). NaN for what was not given. Raises InputError where
-    runs are unpaired or missing.
+    in 1 - level of cases; the p-values; `p_holm`, of the largest of them, corrected for the policies; `least_p`,
+    below which so many seeds (and runs again) cannot bring it; `winner`: the policy, "no winner" (p_holm at least
+    1 - level, or at that rate it lost more requests and `metric` is of those that are left: `lost_more`), or "too few
+    seeds" (`least_p` at least 1 - level). NaN for what was not given. Raises InputError where runs are unpaired or
+    missing, or the baseline's mean is not above 0 at some rate.
     """
     require_columns(summary, ("policy", "qps", "seed", metric))
     if baseline not in (names := list(summary["policy"].unique())):
@@ -50,20 +55,25 @@ def up_to(
     if holes := [name for name in names if not np.isfinite(table[name]).all()]:
         raise InputError(f"{listed(holes)}: {metric} is missing or infinite at some qps and seed")
     rng = np.random.default_rng(seed)
+    sign = 1 if higher_is_better(metric) else -1
     base = _wide(table[baseline])
+    if (none := base.columns[~(base.mean() > 0)]).size:
+        raise InputError(f"{metric} of {baseline} is not above 0 at qps {none[0]:g}: there is no percentage of it")
     nulls = {"policy": np.empty(0), "arrivals": np.empty(0)}
     if again is not None:
-        nulls["policy"] = _same_requests(base, again, metric, rng)
+        nulls["policy"] = _same_requests(base, again, metric, sign, rng)
     if others is not None:
-        nulls["arrivals"] = _other_seeds(base, others, metric, rng)
+        nulls["arrivals"] = _other_seeds(base, others, metric, sign, rng)
     rows = []
     for name in (one for one in names if one != baseline):
         values = _wide(table[name])
-        reductions = _reductions(values.to_numpy().mean(axis=0), base.to_numpy().mean(axis=0))
-        largest = float(reductions.max())
-        swapped = _swapped(values.to_numpy(), base.to_numpy())
-        at_qps = base.columns[int(reductions.argmax())]
+        gains = _gains(values.to_numpy().mean(axis=0), base.to_numpy().mean(axis=0), sign)
+        largest = float(gains.max())
+        swapped = _swapped(values.to_numpy(), base.to_numpy(), sign)
+        at_qps = base.columns[int(gains.argmax())]
         row = {"policy": name, "up_to_pct": largest, "at_qps": at_qps, "seeds": len(base)}
+        floors = [2 / (1 + len(swapped)), *(1 / (1 + len(null)) for null in nulls.values() if len(null))]
+        row["least_p"] = max(floors)  # the labels as they are, are one of the ways to swap them
         for kind, null in (("swapped", swapped), *nulls.items()):
             row[f"{kind}_pct"] = float(np.quantile(null, level)) if len(null) else np.nan
             row[f"p_{kind}"] = (1 + float((null >= largest - 1e-9).sum())) / (1 + len(null)) if len(null) else np.nan
@@ -72,8 +82,19 @@ def up_to(
     if found.empty:
         return found
     found["p_holm"] = holm(found[["p_swapped", "p_policy", "p_arrivals"]].max(axis=1))
-    found["winner"] = np.where(found["p_holm"] < 1 - level, found["policy"], NO_WINNER)
+    found["least_p"] = np.minimum(1.0, found["least_p"] * len(found))
+    won = (found["p_holm"] < 1 - level) & ~_by_loss(found, summary, metric, baseline)
+    found["winner"] = np.where(won, found["policy"], np.where(found["least_p"] < 1 - level, NO_WINNER, TOO_FEW))
     return found
+
+
+def _by_loss(found: pd.DataFrame, summary: pd.DataFrame, metric: str, baseline: str) -> np.ndarray:
+    """Which policies lost more requests than the baseline at the rate of their largest gain, in what is left."""
+    if of_all_sent(metric):
+        return np.zeros(len(found), bool)
+    runs = dict(list(summary.groupby(["policy", "qps"])))
+    rows = zip(found["policy"], found["at_qps"], strict=True)
+    return np.array([lost_more(runs[name, qps], runs[baseline, qps]) > 0 for name, qps in rows])
 
 
 def _wide(values: pd.Series) -> pd.DataFrame:
@@ -84,20 +105,22 @@ def _wide(values: pd.Series) -> pd.DataFrame:
     return wide
 
 
-def _reductions(values: np.ndarray, base: np.ndarray) -> np.ndarray:
-    """By how many percent each is below the base."""
-    return 100 * (base - values) / base
+def _gains(values: np.ndarray, base: np.ndarray, sign: int) -> np.ndarray:
+    """By how many percent each is better than the base; ``sign`` 1 where higher is better, else -1."""
+    return sign * 100 * (values - base) / base
 
 
-def _swapped(values: np.ndarray, base: np.ndarray) -> np.ndarray:
+def _swapped(values: np.ndarray, base: np.ndarray, sign: int) -> np.ndarray:
     signs = flips(len(base)) > 0
     kept = signs[:, :, None]
     one = np.where(kept, values, base).mean(axis=1)
     two = np.where(kept, base, values).mean(axis=1)
-    return _reductions(one, two).max(axis=1)
+    return _gains(one, two, sign).max(axis=1)
 
 
-def _same_requests(base: pd.DataFrame, again: pd.DataFrame, metric: str, rng: np.random.Generator) -> np.ndarray:
+def _same_requests(
+    base: pd.DataFrame, again: pd.DataFrame, metric: str, sign: int, rng: np.random.Generator
+) -> np.ndarray:
     require_columns(again, ("qps", "seed", "policy_seed", metric))
     stack = [base.to_numpy()]
     for number, runs in again.groupby("policy_seed"):
@@ -113,11 +136,13 @@ def _same_requests(base: pd.DataFrame, again: pd.DataFrame, metric: str, rng: np
         first = rng.integers(len(runs), size=len(base))
         second = (first + rng.integers(1, len(runs), size=len(base))) % len(runs)
         one, two = (runs[which, np.arange(len(base))].mean(axis=0) for which in (first, second))
-        found.append(_reductions(one, two).max())
+        found.append(_gains(one, two, sign).max())
     return np.array(found)
 
 
-def _other_seeds(base: pd.DataFrame, others: pd.DataFrame, metric: str, rng: np.random.Generator) -> np.ndarray:
+def _other_seeds(
+    base: pd.DataFrame, others: pd.DataFrame, metric: str, sign: int, rng: np.random.Generator
+) -> np.ndarray:
     require_columns(others, ("qps", "seed", metric))
     wide = others.pivot(index="seed", columns="qps", values=metric).reindex(columns=base.columns)
     if not np.isfinite(wide).all().all():
@@ -131,7 +156,7 @@ def _other_seeds(base: pd.DataFrame, others: pd.DataFrame, metric: str, rng: np.
     for _ in range(DRAWS):
         order = rng.permutation(len(runs))[: 2 * len(base)]
         one, two = (runs[part].mean(axis=0) for part in np.split(order, 2))
-        found.append(_reductions(one, two).max())
+        found.append(_gains(one, two, sign).max())
     return np.array(found)
 
 
