@@ -1,11 +1,12 @@
 """Claims about fitting a step cost to measured iterations, and about its table form."""
 
 import warnings
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from astrolabe_lab.cost import KEYS, Grid, RangeWarning, Regime, StepCost, tabulate
+from astrolabe_lab.cost import KEYS, Grid, RangeWarning, Regime, StepCost, preset, tabulate
 from astrolabe_lab.errors import InputError
 
 pd = pytest.importorskip("pandas")
@@ -134,6 +135,16 @@ def test_a_missing_regime_comes_from_the_base_or_is_refused():
         fitted(frame[~frame.mixed])
     found = fitted(frame[~frame.mixed], base=TRUTH)
     assert found.cost.mixed == TRUTH.mixed and found.cost.decode.base_s == pytest.approx(2e-2)
+
+
+def test_what_is_the_base_s_keeps_its_grid_and_what_was_fitted_has_none():
+    base = replace(preset("llama2-7b-a30").cost, frontend_s=1e-4, pad_sizes=(1, 2, 4))
+    frame = iterations()
+    found = fitted(frame[~frame.mixed], base=base).cost
+    count = {"new_tokens": 512.0, "sequences": 3.0, "context_tokens": 900.0, "attention": 1e5, "mixed": True}
+    assert found.step_seconds(**count) == base.step_seconds(**count) > 0.05
+    assert (found.frontend_s, found.pad_sizes, found.decode_grid) == (1e-4, (), None)
+    assert set(found.fitted) == {"decode", *base.fitted}
 
 
 def test_no_coefficient_is_ever_negative():

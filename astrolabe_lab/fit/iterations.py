@@ -9,7 +9,7 @@ fitted.outside(other_steps)      # what lies where nothing was measured
 from __future__ import annotations
 
 import warnings as python_warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -99,12 +99,12 @@ def fit(iterations, *, host_s=0.0, base=None, draws=200, seed=0, quiet=False):
     Columns: new_tokens, sequences, context_tokens, seconds, and `attention` (sum of c * kv + c**2 / 2 over the
     prefill chunks) or `chunks` (a list of (c, kv) pairs a row); `mixed` where it is not to be told from new_tokens >
     sequences. Each regime is a least squares of relative residuals with coefficients >= 0. `host_s` is a part of
-    every step that is known from elsewhere. A regime without iterations is `base`'s (a StepCost). `draws` resamples
-    of the rows (stream "fit") give the intervals.
+    every step that is known from elsewhere. A regime without iterations is `base`'s (a StepCost), with its grid and
+    padding, and so is `frontend_s`. `draws` resamples of the rows (stream "fit") give the intervals.
 
     What the data cannot tell apart is dropped and named in the notes, which are also given as FitWarnings unless
-    `quiet`. Raises InputError for a column that is missing
-    or breaks its contract, or a regime with too few iterations.
+    `quiet`. Raises InputError for a column that is missing or breaks its contract, or a regime with too few
+    iterations.
     """
     frame = check_iterations(iterations)
     host_s = Regime(host_s=host_s).host_s
@@ -117,14 +117,23 @@ def fit(iterations, *, host_s=0.0, base=None, draws=200, seed=0, quiet=False):
             continue
         regimes[name] = one = _fit_regime(frame[rows], name, host_s, draws, seed)
         predicted[rows] = _seconds(one.coefficients, frame[rows])
-    kept = {name: getattr(base, name) for name in REGIMES if name not in regimes}
-    ranges = {name: one.ranges for name, one in regimes.items()}
-    cost = StepCost(**{name: one.coefficients for name, one in regimes.items()} | kept, fitted=ranges)
+    cost = _cost(regimes, base)
     residuals = frame.assign(predicted_s=predicted, residual_pct=100 * (predicted / frame["seconds"] - 1))
     fitted = StepFit(cost, regimes, residuals)
     for note in () if quiet else fitted.warnings:
         python_warnings.warn(note, FitWarning, stacklevel=2)
     return fitted
+
+
+def _cost(regimes, base):
+    """The regimes that were fitted, and all else as `base` has it."""
+    measured = {name: one.coefficients for name, one in regimes.items()}
+    ranges = {name: one.ranges for name, one in regimes.items()}
+    if base is None:
+        return StepCost(**measured, fitted=ranges)
+    grids = {f"{name}_grid": None for name in measured}
+    padded = {"pad_sizes": ()} if "decode" in measured else {}  # fitted to the counts as they are
+    return replace(base, **measured, **grids, **padded, fitted=base.fitted | ranges)
 
 
 def check_iterations(iterations, timed=True):
