@@ -124,6 +124,7 @@ def route(args):
     import asyncio
 
     from astrolabe_lab.cli import route_pools
+    from astrolabe_lab.serve import event_loop
     from astrolabe_lab.serve.listen import listening
 
     router = route_pools.pool_router(args) if route_pools.are_meant(args) else _router(args)
@@ -133,14 +134,15 @@ def route(args):
 
     async def serve():
         async with listening(router, args.host, args.port) as url:
-            _announce({"url": url, "policy": args.policy, "engines": len(router.instances)})
+            told = {"policy": args.policy, "engines": len(router.instances), "loop": event_loop.NAME}
+            _announce({"url": url} | told)
             done = asyncio.Event()
             loop = asyncio.get_running_loop()
             for name in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(name, done.set)
             await done.wait()
 
-    asyncio.run(serve())
+    event_loop.run(serve())
     return None, None
 
 
