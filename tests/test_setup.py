@@ -73,7 +73,8 @@ def test_every_data_file_of_the_package_is_declared():
 
 def requirements() -> list[Requirement]:
     extras = PROJECT["project"]["optional-dependencies"].values()
-    return [Requirement(text) for text in PROJECT["project"]["dependencies"] + sum(extras, [])]
+    found = [Requirement(text) for text in PROJECT["project"]["dependencies"] + sum(extras, [])]
+    return [one for one in found if one.name != PROJECT["project"]["name"]]  # an extra may hold another one
 
 
 def pins() -> dict[str, Version]:
