@@ -191,6 +191,36 @@ def test_a_server_that_fails_every_request_ends_the_run(tmp_path, quick):
     assert len(server.asked) < 20
 
 
+def test_prompts_that_are_refused_hold_up_nobody_now_or_when_the_run_goes_on(tmp_path, quick):
+    refused, sound = [f"refused {i}" for i in range(30)], [f"sound {i}" for i in range(10)]
+
+    def script(server, body, prompt):
+        if prompt in refused:
+            return web.json_response({"error": {"message": "the prompt is too long"}}, status=400)
+
+    out = tmp_path / "a.jsonl"
+    done = run(Server(script), refused, out, concurrency=1)
+    assert (done.answered, done.failed) == (0, 30)
+    again = Server(script)
+    done = run(again, refused + sound, out, concurrency=1)
+    assert (done.answered, done.failed) == (10, 30)
+    assert again.asked == sound + refused  # what failed before is asked last
+
+
+def test_prompts_that_break_the_server_are_asked_after_all_others(tmp_path, quick):
+    breaking, sound = [f"breaking {i}" for i in range(12)], [f"sound {i}" for i in range(10)]
+
+    def script(server, body, prompt):
+        if prompt in breaking:
+            return web.json_response({"error": "no"}, status=500)
+
+    out = tmp_path / "a.jsonl"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="10 requests in a row have failed"):
+            run(Server(script), breaking + sound, out, retries=0, concurrency=1)
+    assert len(data.load(out)) == 10
+
+
 @pytest.mark.parametrize("status", [401, 403, 404])
 def test_a_refused_key_or_model_ends_the_run_at_once(tmp_path, status):
     server = Server(lambda server, body, prompt: web.json_response({"error": {"message": "no"}}, status=status))

@@ -24,7 +24,7 @@ from astrolabe_lab.length.data import prompt_uid
 APIS = ("chat", "completions")
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 30.0
-_GIVE_UP_AFTER = 10  # requests in a row that failed for good
+_GIVE_UP_AFTER = 10  # requests in a row to which the server failed to give an answer
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,13 @@ async def collect(
     """Ask for every prompt's answers that ``out`` lacks, appending one JSON line each; return what was done.
 
     A line holds ``prompt_uid, prompt, sample, model, prompt_tokens, response_tokens, finish_reason, latency_s``, and
-    how it was asked; no text of the answer. A request that fails for good leaves a line with ``error``, and is tried
-    again by the next run. Empty prompts are left out, prompts given twice are asked once.
+    how it was asked; no text of the answer. A request that fails for good leaves a line with ``error``, and with
+    ``refused`` true where the server lives and will not answer this prompt; the next run tries it again, after all that
+    were never asked. Empty prompts are left out, prompts given twice are asked once.
 
     Raises InputError where nothing answers at the URL, the key or the model is refused, ``out`` holds answers to
-    other questions, or another process writes to it; RuntimeError when ten requests in a row have failed.
+    other questions, or another process writes to it; RuntimeError when the server has failed ten requests in a row
+    (no connection, no answer in time, errors of its own, no lengths), which refusals are not.
     """
     try:
         import aiohttp
@@ -114,9 +116,9 @@ async def collect(
         async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
             model = asking.model or await _served_model(session, asking)
             how = {"api": asking.api, "max_tokens": asking.max_tokens, "temperature": asking.temperature}
-            done = _answered(out, model, how)
+            done, failed = _settled(out, model, how)
             wanted = [(uid, sample) for sample in range(asking.samples) for uid in texts]
-            todo = [key for key in wanted if key not in done]
+            todo = sorted((key for key in wanted if key not in done), key=failed.__contains__)  # else in their order
             result = Collected(out, model, asked=len(todo), already=len(wanted) - len(todo))
             await _ask_all(session, asking, model, how, texts, todo, file, result, progress)
     return result
@@ -136,7 +138,7 @@ async def _ask_all(session, asking, model, how, texts, todo, file, result, progr
             os.write(file, (json.dumps(said) + "\n").encode())  # one write a line: nothing is ever half there
             if "error" in row:
                 result.failed += 1
-                failing += 1
+                failing = 0 if row["refused"] else failing + 1
                 if failing >= _GIVE_UP_AFTER:
                     raise RuntimeError(
                         f"{failing} requests in a row have failed, the last with: {row['error']}; {result.answered:,} "
@@ -188,7 +190,7 @@ async def _ask(session, asking, model, prompt) -> dict:
                 if response.status in (401, 403, 404):
                     raise InputError(f"{asking.base}{path} refuses model {model!r}: {error}")
                 if response.status not in _RETRIED:
-                    return {"error": error}
+                    return {"error": error, "refused": True}
                 asked_for = response.headers.get("Retry-After", "")
                 if asked_for.isdigit():
                     wait_s = max(wait_s, min(float(asked_for), asking.timeout_s))
@@ -196,7 +198,7 @@ async def _ask(session, asking, model, prompt) -> dict:
             error = f"{type(problem).__name__}: {problem}"
         if attempt < asking.retries:
             await asyncio.sleep(wait_s)
-    return {"error": f"{error} (after {asking.retries + 1} tries)"}
+    return {"error": f"{error} (after {asking.retries + 1} tries)", "refused": False}
 
 
 def _row(text: str) -> dict:
@@ -210,9 +212,11 @@ def _row(text: str) -> dict:
             "finish_reason": choice["finish_reason"],
         }
     except (ValueError, KeyError, TypeError, IndexError) as problem:
-        return {"error": f"the answer lacks choices or usage ({type(problem).__name__}: {problem}): {text[:100]!r}"}
+        error = f"the answer lacks choices or usage ({type(problem).__name__}: {problem}): {text[:100]!r}"
+        return {"error": error, "refused": False}
     if row["finish_reason"] not in ("stop", "length"):
-        return {"error": f"finish_reason is {row['finish_reason']!r}: neither a natural end nor a cut by length"}
+        error = f"finish_reason is {row['finish_reason']!r}: neither a natural end nor a cut by length"
+        return {"error": error, "refused": True}
     return row
 
 
@@ -245,9 +249,10 @@ async def _served_model(session, asking) -> str:
     return names[0]
 
 
-def _answered(out: Path, model: str, how: dict) -> set[tuple[str, int]]:
-    """Which (prompt_uid, sample) ``out`` has. Raises InputError for answers asked for in another way."""
-    done = set()
+def _settled(out: Path, model: str, how: dict) -> tuple[set[tuple[str, int]], set[tuple[str, int]]]:
+    """Which (prompt_uid, sample) ``out`` has an answer to, and which failed. Raises InputError for answers asked for
+    in another way."""
+    done, failed = set(), set()
     for number, line in enumerate(out.read_text(encoding="utf-8").splitlines(), start=1):
         try:
             row = json.loads(line)
@@ -258,9 +263,8 @@ def _answered(out: Path, model: str, how: dict) -> set[tuple[str, int]]:
         if other:
             was = ", ".join(f"{name}={value}" for name, value in ({"model": row["model"]} | asked).items())
             raise InputError(f"{out} holds answers asked for in another way ({was}): give another file")
-        if "error" not in row:
-            done.add(key)
-    return done
+        (failed if "error" in row else done).add(key)
+    return done, failed
 
 
 @contextmanager
