@@ -14,6 +14,7 @@ from pathlib import Path
 
 from astrolabe_lab.errors import InputError
 
+STAMP = "astrolabe_model.json"  # in a model's folder: what it was made of
 VOCABULARY = 4096  # at most
 SPECIAL = ("<s>", "</s>", "<pad>", "<user>", "<assistant>")
 STATES, STATE_TOKENS = 100, 64  # prompts, and tokens of each, that a random model's habit of ending is set on
@@ -49,11 +50,8 @@ def write(
         "max_model_len": max_model_len, "weights": weights, "hidden": hidden, "layers": layers, "heads": heads,
         "seed": seed, "vocabulary": VOCABULARY, **({"answer_tokens": answer_tokens} if answer_tokens else {}),
     }  # fmt: skip
-    stamp = folder / "astrolabe_model.json"
-    if folder.exists():
-        if stamp.is_file() and json.loads(stamp.read_text()) == wanted:
-            return folder
-        raise InputError(f"folder {str(folder)!r} exists and is not this model: name another folder, or remove it")
+    if is_there(folder, wanted):
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=folder.name + ".", dir=folder.parent))
     try:
@@ -61,13 +59,23 @@ def write(
         _write_config(unfinished, tokens, max_model_len, hidden, layers, heads)
         if weights:
             _write_weights(unfinished, seed, answer_tokens)
-        (unfinished / stamp.name).write_text(json.dumps(wanted))
+        (unfinished / STAMP).write_text(json.dumps(wanted))
         unfinished.chmod(0o755)
         os.replace(unfinished, folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return folder
+
+
+def is_there(folder: Path, wanted: dict) -> bool:
+    """Whether ``folder`` is a finished model made of ``wanted``. Raises InputError where it is something else."""
+    if not folder.exists():
+        return False
+    stamp = folder / STAMP
+    if stamp.is_file() and stamp.read_text() == json.dumps(wanted):
+        return True
+    raise InputError(f"folder {str(folder)!r} exists and is not this model: name another folder, or remove it")
 
 
 def _write_tokenizer(folder: Path, max_model_len: int) -> int:
