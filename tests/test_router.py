@@ -185,6 +185,7 @@ def test_all_engines_down_is_a_503_and_they_come_back(tmp_path):
         (b'{"model": "other", "prompt": "x"}', "application/json", 404, "does not exist"),
         (b'{"prompt": "x"}', "application/json", 400, "model=None"),
         (b'{"model": "m"}', "application/json", 400, "prompt must be"),
+        (b'{"model": "m", "vllm_xargs": {"output_tokens": "7"}}', "application/json", 400, "output_tokens='7' must be"),
         (b'{"model": "m", "prompt": "' + b"x" * (9 << 20) + b'"}', "application/json", 413, "larger than"),
     ],
 )

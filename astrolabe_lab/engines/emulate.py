@@ -26,6 +26,7 @@ from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from .emulation import Disturbance, Emulation
 from .pace import PaceWriter
+from .told import told
 
 WORDS = 200  # distinct tokens that emulated answers are made of
 
@@ -120,10 +121,8 @@ class EmulatedExecutor(Executor):
         for new in scheduled.scheduled_new_reqs:
             computed[new.req_id] = new.num_computed_tokens
             if new.req_id not in self._sequences:
-                length = (new.sampling_params.extra_args or {}).get("output_tokens")
-                self._sequences[new.req_id] = Sequence(
-                    len(new.prompt_token_ids or ()), 0, int(length) if length is not None else None
-                )
+                length = told(new.sampling_params, "output_tokens")
+                self._sequences[new.req_id] = Sequence(len(new.prompt_token_ids or ()), 0, length)
         ids, tokens = [], []
         context = 0
         attention = 0.0

@@ -70,6 +70,8 @@ def parse(path: str, raw: bytes, headers, models: list[str]) -> Asked:
     asked = Asked(body, path, model, bool(stream), slo=_slo(headers))
     asked.max_tokens = _whole(body, "max_tokens") or _whole(body, "max_completion_tokens")
     asked.predicted_tokens = _predicted(headers)
+    if isinstance(xargs := body.get("vllm_xargs"), dict):  # an engine of ours would take another kind for unknown
+        _whole(xargs, "output_tokens")
     if path == PATHS[0]:
         _read_prompt(asked)
     else:

@@ -22,6 +22,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from astrolabe_lab.engines.emulation import KEY
 from astrolabe_lab.engines.engine_facts import write_facts
 from astrolabe_lab.engines.step_log import StepLog, counts_of
+from astrolabe_lab.engines.told import told
 from astrolabe_lab.sim.state import RUNNING, WAITING
 from astrolabe_lab.sim.status import HEADER, NEXT, NOW, ROW
 
@@ -140,11 +141,12 @@ class _Publishing:
         rid = request.request_id
         named = getattr(request, "astrolabe", None)
         if named is None:
-            extra = getattr(request.sampling_params, "extra_args", None) or {}
-            self._unnamed += 1
-            named = request.astrolabe = (
-                int(extra.get("rid", -self._unnamed)), int(extra.get("predicted_tokens", 0))
-            )  # fmt: skip
+            number = told(request.sampling_params, "rid")
+            if number is None:
+                self._unnamed += 1
+                number = -self._unnamed
+            predicted = told(request.sampling_params, "predicted_tokens", ROW["predicted"].str) or 0
+            named = request.astrolabe = (number, predicted)
         now = self._in_flight[0][1].get(rid) if self._in_flight else None
         behind = self._in_flight[1][1].get(rid) if len(self._in_flight) > 1 else None
         first = now or behind
