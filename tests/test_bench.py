@@ -96,6 +96,23 @@ def test_what_fails_has_its_row_and_its_reason(tmp_path):
     assert frame["ttft_s"].isna().all()
 
 
+@pytest.mark.parametrize(("script", "said"), [("late-error", "EngineDeadError"), ("cut", "ended before its answer")])
+def test_an_engine_that_dies_in_mid_answer_has_not_answered(tmp_path, script, said):
+    frame, _ = drive(tmp_path, trace_of(4, 0.0), bench.Load(MODEL, exact=False), script=script)
+    assert (frame["status"] == "failed").all()
+    assert frame["reason"].str.contains(said).all()
+    assert frame["e2e_s"].isna().all()
+
+
+def test_an_engine_that_ends_its_error_properly_has_not_answered_a_bench_without_a_router_either(tmp_path):
+    async def story():
+        async with scripted_engines(1) as (engine,):
+            engine.script = "error"
+            return await bench.drive(engine.url, trace_of(2, 0.0), bench.Load(MODEL, exact=False))
+
+    assert (asyncio.run(story())["status"] == "failed").all()
+
+
 def test_a_generator_that_is_late_says_that_its_run_is_invalid(tmp_path):
     frame, _ = drive(tmp_path, trace_of(10, 0.0), bench.Load(MODEL, ttft_slo_s=1e-9))
     assert not frame.attrs["validity"]["valid"]

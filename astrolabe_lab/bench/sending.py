@@ -148,15 +148,14 @@ class _Sending:
         try:
             async with self.client.post(f"{self.url}/v1/completions", json=body, headers=headers) as answer:
                 _read_headers(record, answer.headers)
-                if answer.status != 200:
-                    record.status = "rejected" if answer.status < 500 else "failed"
-                    record.reason = f"HTTP {answer.status}: {(await answer.text())[:300]}"
+                if answer.status >= 400:
+                    record.status, reason = watcher.verdict(answer.status)
+                    record.reason = f"{reason}: {(await answer.text())[:300]}"
                     return
                 async for chunk in answer.content.iter_any():
                     if watcher.feed(chunk) and math.isnan(record.first_token_s):
                         record.first_token_s = self.now_s()
-            record.status = "ok" if watcher.complete else "failed"
-            record.reason = "" if watcher.complete else "the answer broke off"
+            record.status, record.reason = watcher.verdict(answer.status)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             record.reason = f"{type(error).__name__}: {error}"
         finally:

@@ -103,7 +103,7 @@ class Dispatch:
                     await self._pass_on(upstream, http, answer, watcher, request, decision, entry, patience)
                 finally:
                     upstream.close()
-            status, reason = _verdict(answer.status, watcher)
+            status, reason = watcher.verdict(answer.status)
             if status == "failed":
                 self._blame(instance)
             else:  # an engine that refuses is well
@@ -224,16 +224,6 @@ class Dispatch:
 
     def wall_s(self, modelled_s: float) -> float:
         return modelled_s * self.time_scale
-
-
-def _verdict(status: int, watcher: Watcher) -> tuple[str, str]:
-    """(outcome, reason) of an answer that has passed."""
-    if status >= 400:
-        return "rejected", f"HTTP {status}"
-    if watcher.error is not None:
-        message, code = watcher.error
-        return ("rejected" if code is not None and 400 <= code < 500 else "failed"), f"error in the stream: {message}"
-    return ("ok", "") if watcher.complete else ("failed", "the answer is not JSON")
 
 
 def _unanswered(error: Exception, reason: str) -> Unanswered:

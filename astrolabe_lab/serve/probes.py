@@ -135,7 +135,7 @@ async def _ask(session, router: Router, instance, entry, body: dict) -> _Answer:
         if entry.first_token_s is not None:
             answer.ttft_s = entry.first_token_s - sent_s
         answer.generated_tokens = watcher.output_tokens
-        answer.status = "ok" if response.status == 200 and watcher.complete and watcher.error is None else "failed"
+        answer.status, _ = watcher.verdict(response.status)
     except (aiohttp.ClientError, TimeoutError, OSError):
         pass
     finally:

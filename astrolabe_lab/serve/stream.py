@@ -65,6 +65,18 @@ class Watcher:
         self._event(answer)
         self.complete = True
 
+    def verdict(self, status: int) -> tuple[str, str]:
+        """(outcome, reason) of an answer with this HTTP ``status`` that is at its end: ok, rejected or failed."""
+        if status >= 400:
+            return "rejected" if status < 500 else "failed", f"HTTP {status}"
+        if self.error is not None:
+            message, code = self.error
+            refused = code is not None and 400 <= code < 500
+            return "rejected" if refused else "failed", f"error in the stream: {message}"
+        if not self.complete:
+            return "failed", "the answer broke off" if self.stream else "the answer is not JSON"
+        return "ok", ""
+
     def _event(self, event) -> int:
         if not isinstance(event, dict):
             return 0
