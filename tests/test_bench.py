@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ from test_router import MODEL, routed
 
 from astrolabe_lab import bench, cli
 from astrolabe_lab.bench.host import HostPace
+from astrolabe_lab.bench.kept import Kept
 from astrolabe_lab.engines.pace import PaceWriter
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.measure.slo import SLO
@@ -154,6 +156,33 @@ def test_a_run_that_is_broken_off_goes_on_with_what_is_missing(tmp_path):
     assert np.allclose(frame["arrived_s"], trace["arrived_s"])
     assert frame["send_late_s"].between(0, 0.5).all()  # the second part has a clock of its own
     assert frame.attrs["validity"]["notes"][0].startswith("the run was broken off and went on 1 times")
+
+
+def test_a_run_does_not_go_on_under_another_policy_or_with_other_prompts(tmp_path):
+    keep, trace = tmp_path / "rows.jsonl", trace_of(3, 0.0).assign(prompt=["a", "b", "c"])
+    served = bench.Served(4096, True, "emulated", 1.0, "random", 0)
+    text, ids = bench.Load(MODEL, exact=False), bench.Load(MODEL)
+    begin(keep, trace, text, served)
+    assert begin(keep, trace, text, served).segment == 1
+    for other, said in [
+        (replace(served, policy="least_loaded"), "server.policy was 'random', is 'least_loaded'"),
+        (replace(served, seed=1), "server.seed was 0, is 1"),
+        (replace(served, source="hardware"), "server.source was 'emulated', is 'hardware'"),
+    ]:
+        with pytest.raises(InputError, match=f"rows of another run .{said}.: remove it, or name another"):
+            begin(keep, trace, text, other)
+    reworded = trace.assign(prompt=["a", "b", "d"])
+    with pytest.raises(InputError, match="prompts was"):
+        begin(keep, reworded, text, served)
+    keep.unlink()
+    begin(keep, trace, ids, served)
+    assert begin(keep, reworded, ids, served).segment == 1  # token ids are sent, whatever the texts are
+
+
+def begin(keep, trace, load, served):
+    kept = Kept(keep, trace, load, "http://127.0.0.1:1", served)
+    kept.close()
+    return kept
 
 
 def test_a_closed_loop_that_ramps_reaches_its_concurrency_over_the_ramp(tmp_path):

@@ -93,7 +93,7 @@ def request_of(load: Load, row, longest: int) -> tuple[dict, dict]:
     """(body, headers) of a trace row for a model of at most ``longest`` tokens."""
     n, length = int(row.prompt_tokens), int(row.output_tokens)
     prompt = getattr(row, "prompt", None)
-    if not isinstance(prompt, str) or (load.exact and not load.text):
+    if not isinstance(prompt, str) or not sends_text(load):
         prompt = token_ids(n, load.seed, f"prompt {row.rid}")
     body = {
         "model": load.model, "prompt": prompt, "stream": True, "temperature": 0.0,
@@ -109,6 +109,11 @@ def request_of(load: Load, row, longest: int) -> tuple[dict, dict]:
     if load.tell_lengths and predicted is not None:
         headers["X-Predicted-Tokens"] = str(int(predicted))
     return body, headers
+
+
+def sends_text(load: Load) -> bool:
+    """Whether prompts that the trace has go out as text."""
+    return load.text or not load.exact
 
 
 def exactly(tokens: int) -> dict:

@@ -51,7 +51,8 @@ async def drive(
     ``trace``: a trace frame; its ``prompt`` is sent where it has one, else as many token ids, the same for the same
     request and seed. ``progress(done, of)`` is called as answers end. ``keep``: a file for the rows as they come; where
     it holds rows of this very run, the others are sent, the first at once, and times go on where they broke off. A
-    cancelled run raises CancelledError and ends the requests under way. Raises InputError as ``ask_served`` does.
+    cancelled run raises CancelledError and ends the requests under way. Raises InputError as ``ask_served`` does, and
+    where ``keep`` holds rows of another trace, load or server (policy, seed, world).
     """
     import aiohttp
 
@@ -65,7 +66,7 @@ async def drive(
         served = await ask_served(client, url, load.model, load.headers)
         if served.time_scale not in (None, load.time_scale):
             raise InputError(f"time_scale={load.time_scale:g}, but the router's is {served.time_scale:g}: say so too")
-        kept = Kept(keep, trace, load, url) if keep is not None else None
+        kept = Kept(keep, trace, load, url, served) if keep is not None else None
         if kept is not None:
             for row, entry in kept.found.items():
                 sent[row] = Sent(**entry)
