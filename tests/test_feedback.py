@@ -152,12 +152,14 @@ def test_a_comparison_is_a_paired_interval():
 # --- the journal, and the commands ----------------------------------------------------------------------------
 
 
-def journal_of(path, prompts, predicted, lengths, censored=None):
+def journal_of(path, prompts, predicted, lengths, censored=None, told_by="tagger"):
+    """``told_by``: where the predictions came from, one name or one a row."""
+    sources = [told_by] * len(prompts) if isinstance(told_by, str) else told_by
     journal = Journal(path)
     cut = np.zeros(len(prompts), bool) if censored is None else censored
     for i, (prompt, told, came) in enumerate(zip(prompts, predicted, lengths, strict=True)):
         row = {"rid": i, "arrived_s": float(i), "predicted_tokens": round(float(told)), "prompt": prompt, "model": "m"}
-        journal.write({"event": "decision", "predicted_tokens_from": "tagger"} | row)
+        journal.write({"event": "decision", "predicted_tokens_from": sources[i]} | row)
         reason = "length" if cut[i] else "stop"
         end = {"rid": i, "time_s": i + 0.5, "status": "ok", "finish_reason": reason}
         journal.write({"event": "outcome", "output_tokens": round(float(came))} | end)
@@ -191,6 +193,40 @@ def test_how_a_model_fares_is_told_with_the_drift(drifted, model):
     assert found.log_bias == pytest.approx(np.log(2.5), abs=0.12)
     assert found.watched == 1300 and found.censored == 0
     assert fare(observed.head(590), model.median_tokens_, reference=300).drift is None
+
+
+def test_only_what_the_length_model_predicted_judges_it(model, recent, tmp_path, capsys, saved):
+    prompts, true = recent
+    told = np.rint(model.predict(prompts))
+    path = journal_of(tmp_path / "sound.jsonl", prompts, told, true)
+    alone = fare(read_observed(path), model.median_tokens_)
+    others = np.tile(["tagger", "client", "constant: late"], len(prompts))
+    some = np.repeat(np.arange(len(prompts)), 3)
+    predicted = np.where(others == "tagger", told[some], 9999)
+    mixed = journal_of(tmp_path / "mixed.jsonl", [prompts[i] for i in some], predicted, true[some], None, others)
+    found = fare(read_observed(mixed), model.median_tokens_)
+    assert found.not_predicted == 1600 and alone.not_predicted == 0
+    assert (found.mae_tokens, found.log_bias, found.drift) == (alone.mae_tokens, alone.log_bias, alone.drift)
+    assert main(["length", "drift", "--journal", str(mixed), "--model", str(saved)]) == 0
+    assert "1,600 answers left out, whose length no model predicted" in capsys.readouterr().out
+    clients = journal_of(tmp_path / "clients.jsonl", prompts, told, true, None, "client")
+    with pytest.raises(InputError, match="the journal has 0 .*800 not predicted by a length model"):
+        fare(read_observed(clients), model.median_tokens_)
+
+
+def test_a_reference_is_what_was_asked_for_or_half_of_what_is_there(model, recent, tmp_path):
+    prompts, true = recent
+    cut = np.arange(len(prompts)) % 2 == 0
+    observed = read_observed(journal_of(tmp_path / "j", prompts, model.predict(prompts), true, cut))
+    found = fare(observed, model.median_tokens_)
+    assert (found.reference, found.watched, found.censored) == (200, 200, 400)
+    assert fare(observed, model.median_tokens_, reference=350).watched == 50
+    with pytest.raises(InputError, match="needs at least 401 usable answers and the journal has 400 .*400 cut off"):
+        fare(observed, model.median_tokens_, reference=400)
+    with pytest.raises(InputError, match="needs at least 400 usable answers and the journal has 200"):
+        fare(observed.head(400), model.median_tokens_)
+    with pytest.raises(InputError, match="reference=199 should be at least 200"):
+        fare(observed, model.median_tokens_, reference=199)
 
 
 def test_a_prompt_is_held_out_wherever_it_comes_again():
@@ -252,6 +288,20 @@ def test_where_nothing_is_gained_nothing_is_written(capsys, model, saved, recent
     assert not (tmp_path / "out").exists()
     code, _ = command(capsys, "retrain", *words, "--always")
     assert code == 0 and length.load(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["recalibrate", "retrain"])
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(
+    capsys, drifted, saved, tmp_path, name, monkeypatch
+):
+    def work(*args, **options):
+        raise AssertionError("it was begun")
+
+    monkeypatch.setattr("astrolabe_lab.length.feedback.retrain", work)
+    monkeypatch.setattr("astrolabe_lab.length.recalibrated.recalibrate", work)
+    (tmp_path / "notes.txt").touch()
+    code, said = command(capsys, name, "--journal", drifted, "--model", saved, "--out", tmp_path)
+    assert code == 2 and "holds other files" in said["error"]
 
 
 @pytest.mark.parametrize("name", ["drift", "recalibrate", "retrain"])

@@ -1,15 +1,25 @@
 """What a router's journal tells of predicted and observed lengths."""
 
+import asyncio
+
 import numpy as np
 import pytest
+import test_pool_router
+import test_router
+from scripted_engine import scripted_engines
+from scripted_pools import scripted_pools
 
 from astrolabe_lab.arrivals import with_arrivals
+from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length import attach
 from astrolabe_lab.length.observed import read_observed, write_journal
+from astrolabe_lab.predictor import Predictor
+from astrolabe_lab.serve import probes
 from astrolabe_lab.serve.journal import Journal
 from astrolabe_lab.sim.cluster import simulate
+from astrolabe_lab.sim.config import EngineConfig
 
 
 def decided(rid, arrived_s, **more):
@@ -86,6 +96,58 @@ def test_a_router_that_started_anew_has_lost_what_was_in_flight(kept):
 def test_a_retry_is_one_request(kept):
     frame = kept(decided(1, 1.0, attempt=0), decided(1, 1.0, attempt=1), ended(1, 2.0))
     assert len(frame) == 1 and not any(frame.attrs.values())
+
+
+def test_a_failed_dispatch_that_another_follows_is_no_end(kept):
+    entries = (decided(1, 1.0, attempt=0), ended(1, 1.5, 0, status="retried"), decided(1, 1.0, attempt=1))
+    frame = kept(*entries, ended(1, 2.0, 42))
+    assert frame["output_tokens"].tolist() == [42] and not any(frame.attrs.values())
+
+
+def test_probes_are_passed_over(kept):
+    frame = kept(
+        decided(1, 1.0, probe=True), {"event": "probe", "rid": 1, "time_s": 1.5}, decided(2, 2.0), ended(2, 3.0)
+    )
+    assert frame["rid"].tolist() == [2] and not any(frame.attrs.values())
+
+
+def test_what_a_router_wrote_reads_back_retries_probes_and_all(tmp_path):
+    def predictor():
+        return Predictor(EngineConfig(), StepCost.parse("base_s=0.02"))
+
+    async def story():
+        async with (
+            scripted_engines(2) as engines,
+            test_router.routed(engines, tmp_path / "j", predictors=predictor) as (router, session, url),
+        ):
+            await probes.drive(router, probed)
+            engines[0].script, router.policy.count = "http:500", 0
+            for _ in range(3):
+                assert (await test_router.ask(session, url))[0] == 200
+            assert router.counters.retries
+
+    probed = sharegpt_like.generate(2).assign(arrived_s=0.0, output_tokens=6, predicted_tokens=6, prompt_tokens=20)
+    asyncio.run(asyncio.wait_for(story(), 60))
+    frame = read_observed(tmp_path / "j")
+    assert frame["output_tokens"].tolist() == [6, 6, 6]
+    assert set(frame["predicted_from"]) == {"constant"} and set(frame["model"]) == {test_router.MODEL}
+    assert not any(frame.attrs.values())
+
+
+def test_what_a_router_of_pools_wrote_reads_back(tmp_path):
+    async def story():
+        async with (
+            scripted_pools(2, 1) as (prefill, decode),
+            test_pool_router.routed((prefill, decode), tmp_path / "j") as (router, session, url),
+        ):
+            prefill[0].script = "http:500"  # round robin: one request is tried twice
+            for _ in range(3):
+                assert (await test_pool_router.ask(session, url))[0] == 200
+            assert router.counters.retries
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    frame = read_observed(tmp_path / "j")
+    assert frame["output_tokens"].tolist() == [6, 6, 6] and not any(frame.attrs.values())
 
 
 def test_an_answer_that_was_cut_off_is_censored(kept):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from astrolabe_lab.errors import InputError
+from astrolabe_lab.cli.values import whole
+from astrolabe_lab.length.drift import LEAST_REFERENCE
 
 
 class NoGain(RuntimeError):
@@ -39,18 +40,27 @@ def add_arguments(name: str, parser) -> None:
     )
     parser.add_argument("--model", metavar="DIR", required=True, help="folder of the length model in use")
     if name == "drift":
-        parser.add_argument("--window", type=int, default=500, metavar="N", help="answers in an error (default: 500)")
         parser.add_argument(
-            "--reference", type=int, default=1000, metavar="N", help="first answers, taken to be sound (default: 1000)"
+            "--window", type=whole(1), default=500, metavar="N", help="answers in an error (default: 500)"
+        )
+        parser.add_argument(
+            "--reference",
+            type=whole(LEAST_REFERENCE),
+            metavar="N",
+            help="first answers, taken to be sound (default: 1000, or half of fewer than 2000)",
         )
         parser.add_argument(
             "--false-alarm-every", type=float, default=1e5, metavar="N", help="answers, at the least (default: 100,000)"
         )
         return
     parser.add_argument("--out", metavar="DIR", required=True, help="folder to write the new model to")
-    parser.add_argument("--latest", type=int, metavar="N", help="learn from the latest N answers only (default: all)")
+    parser.add_argument(
+        "--latest", type=whole(1), metavar="N", help="learn from the latest N answers only (default: all)"
+    )
     if name == "retrain":
-        parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the prompts held out (default: 0)")
+        parser.add_argument(
+            "--seed", type=whole(0), default=0, metavar="S", help="of the prompts held out (default: 0)"
+        )
         parser.add_argument("--always", action="store_true", help="write the new model even if it is no better")
 
 
@@ -63,8 +73,8 @@ def drift(args):
     found = fare(
         observed,
         length.load(args.model).median_tokens_,
-        window=_positive("--window", args.window),
-        reference=_positive("--reference", args.reference),
+        window=args.window,
+        reference=args.reference,
         false_alarm_every=args.false_alarm_every,
     )
     bias = f"{abs(found.log_bias):.0%} {'longer' if found.log_bias > 0 else 'shorter'} than predicted in the median"
@@ -79,16 +89,20 @@ def drift(args):
             f"{found.drift.since:,}; next: astrolabe length recalibrate, or retrain"
         )
     else:
-        text += f"no drift in {found.watched:,} answers after the reference"
+        text += f"no drift in {found.watched:,} answers after the {found.reference:,} of the reference"
+    if found.not_predicted:
+        text += f"; {found.not_predicted:,} answers left out, whose length no model predicted (a client or a constant)"
     return asdict(found) | {"left_out": observed.attrs}, text
 
 
 def recalibrate(args):
     from astrolabe_lab import length
+    from astrolabe_lab.length import artifact
     from astrolabe_lab.length.feedback import rows_of
     from astrolabe_lab.length.observed import require_rows
     from astrolabe_lab.length.recalibrated import LEAST_ROWS, recalibrate
 
+    artifact.check_target(args.out)  # before the work, not after it
     estimator, observed = length.load(args.model), _observed(args)
     require_rows(observed, LEAST_ROWS, "recalibration")
     prompts, lengths, models, censored = rows_of(observed, estimator)
@@ -101,8 +115,10 @@ def recalibrate(args):
 
 def retrain(args):
     from astrolabe_lab import length
+    from astrolabe_lab.length import artifact
     from astrolabe_lab.length.feedback import retrain
 
+    artifact.check_target(args.out)  # before the work, not after it
     done = retrain(length.load(args.model), _observed(args), seed=args.seed)
     said = f"{_said(done.against_old)}; the constant's is {done.against_constant.mae_before:.1f}"
     if not (done.against_old.helps or args.always):
@@ -117,7 +133,7 @@ def _observed(args):
     from astrolabe_lab.length.observed import read_observed
 
     observed = read_observed(args.journal)
-    return observed if args.latest is None else observed.tail(_positive("--latest", args.latest))
+    return observed if args.latest is None else observed.tail(args.latest)
 
 
 def _said(verdict) -> str:
@@ -125,9 +141,3 @@ def _said(verdict) -> str:
         f"on {verdict.rows:,} held-out answers the mean absolute error goes from {verdict.mae_before:.1f} to "
         f"{verdict.mae_after:.1f} tokens (it falls by {verdict.low:.1f} to {verdict.high:.1f})"
     )
-
-
-def _positive(name: str, value: int) -> int:
-    if value < 1:
-        raise InputError(f"{name} {value} should be 1 or more")
-    return value

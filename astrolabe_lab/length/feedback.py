@@ -18,21 +18,26 @@ if TYPE_CHECKING:
     import pandas as pd
 
 HELD_OUT = 0.2
+REFERENCE = 1000  # answers, where there are enough
+FROM_A_MODEL = ("tagger", "simulated")  # of all that a journal's ``predicted_tokens_from`` may say
 
 
 @dataclass(frozen=True, slots=True)
 class Fare:
-    """How a length model fares: over the last ``window`` whole answers its mean absolute error, the constant's, and
-    the median of log(observed / predicted); over all, the drift that the alarm found, if any, in ``watched`` answers
-    after the reference; ``censored``: how many were cut off and left out."""
+    """How a length model fares: over the last ``window`` whole answers that it predicted, its mean absolute error, the
+    constant's, and the median of log(observed / predicted); over all, the drift that the alarm found, if any, in
+    ``watched`` answers after the ``reference``. Left out are ``censored`` answers, which were cut off, and
+    ``not_predicted`` ones, of which the router was told a length by a client or a constant."""
 
     window: int
     mae_tokens: float
     constant_mae_tokens: float
     log_bias: float
+    reference: int
     watched: int
     drift: Drift | None
     censored: int
+    not_predicted: int
 
 
 def fare(
@@ -40,19 +45,27 @@ def fare(
     constant: float,
     *,
     window: int = 500,
-    reference: int = 1000,
+    reference: int | None = None,
     false_alarm_every: int = 100_000,
 ) -> Fare:
     """How the predictions in ``observed`` (that of ``read_observed``) fare against telling ``constant`` to all.
 
-    The first ``reference`` whole answers are what the alarm compares the rest with; requests in ``drift`` count from
-    the first row. Raises InputError for too few rows.
+    The first ``reference`` whole answers that the length model predicted are what the alarm compares the rest with
+    (None: 1,000, or half of fewer than 2,000); requests in ``drift`` count from the first of them. Raises InputError
+    for too few.
     """
     import numpy as np
 
-    whole = observed[~observed["censored"]]
-    require_rows(observed, LEAST_REFERENCE, "an alarm")
-    reference = min(reference, len(whole) // 2) if len(whole) < 2 * reference else reference
+    predicted = observed["predicted_from"].isin(FROM_A_MODEL)
+    whole = observed[predicted & ~observed["censored"]]
+    not_predicted, censored = int((~predicted).sum()), int((predicted & observed["censored"]).sum())
+    whole.attrs = observed.attrs | {"not predicted by a length model": not_predicted, "cut off": censored}
+    if reference is None:
+        require_rows(whole, 2 * LEAST_REFERENCE, "an alarm")
+        reference = min(REFERENCE, len(whole) // 2)
+    elif reference < LEAST_REFERENCE:
+        raise InputError(f"reference={reference} should be at least {LEAST_REFERENCE} answers")
+    require_rows(whole, reference + 1, f"an alarm with a reference of {reference:,}")
     told, true = (whole[name].to_numpy(float) for name in ("predicted_tokens", "output_tokens"))
     alarm = DriftAlarm(told[:reference], true[:reference], false_alarm_every=false_alarm_every)
     found = alarm.update(told[reference:], true[reference:])
@@ -62,9 +75,11 @@ def fare(
         mae_tokens=float(np.abs(true - told)[latest].mean()),
         constant_mae_tokens=float(np.abs(true - constant)[latest].mean()),
         log_bias=float(np.median(np.log(true / told)[latest])),
+        reference=reference,
         watched=len(whole) - reference,
         drift=found and Drift(found.kind, found.at + reference, found.since + reference),
-        censored=int(observed["censored"].sum()),
+        censored=censored,
+        not_predicted=not_predicted,
     )
 
 

@@ -2,10 +2,11 @@
 
 A journal is JSON lines (``serve.journal``); of a request these entries are read here:
 
-``{"event": "decision", "rid", "arrived_s", "prompt_tokens", "predicted_tokens", "predicted_tokens_from"}``, with
-``prompt`` and ``model`` where the router keeps them, and its end, ``{"event": "outcome", "rid", "time_s", "status",
-"output_tokens", "finish_reason"}``. A decision may be repeated (a retry), an outcome may be missing (in flight, or
-lost in a crash), and numbers and times may start again with a router; a torn last line is left out.
+``{"event": "decision", "rid", "arrived_s", "prompt_tokens", "predicted_tokens", "predicted_tokens_from"}``, of a router
+of pools ``"event": "pair"``, with ``prompt`` and ``model`` where the router keeps them, and its end, ``{"event":
+"outcome", "rid", "time_s", "status", "output_tokens", "finish_reason"}``. A dispatch that failed may end with status
+``retried``, and the decision is repeated; an outcome may be missing (in flight, or lost in a crash), and numbers and
+times may start again with a router; a torn last line is left out. Probes, which have no outcome, are passed over.
 """
 
 from __future__ import annotations
@@ -89,15 +90,15 @@ def _joined(path: str | Path) -> tuple[list[list], float]:
     for entry in journal.read(path):
         rid, event = entry.get("rid"), entry.get("event")
         last_s = _seconds(entry.get("time_s", entry.get("arrived_s")))
-        if event == "decision":
+        if event in ("decision", "pair") and not entry.get("probe"):
             one = unfinished.get(rid)
             if one is not None and one[0].get("arrived_s") == entry.get("arrived_s"):
                 one[0] = entry  # a retry: same request, another instance
             else:
                 unfinished[rid] = [entry, None]
                 joined.append(unfinished[rid])
-        elif event == "outcome" and (one := unfinished.pop(rid, None)) is not None:
-            one[1] = entry
+        elif event == "outcome" and entry.get("status") != "retried" and rid in unfinished:
+            unfinished.pop(rid)[1] = entry
     return joined, last_s
 
 
@@ -152,6 +153,6 @@ def require_rows(observed: pd.DataFrame, least: int, what: str) -> None:
     if len(observed) < least:
         left_out = ", ".join(f"{count} {name}" for name, count in observed.attrs.items() if count)
         raise InputError(
-            f"{what} needs at least {least:,} answered requests and the journal has {len(observed):,}"
+            f"{what} needs at least {least:,} usable answers and the journal has {len(observed):,}"
             + (f" ({left_out} left out)" if left_out else "")
         )
