@@ -6,6 +6,7 @@ import random
 import socket
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -20,10 +21,14 @@ from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.lengths import lengths_of
 from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.listen import allow_open_files
+from astrolabe_lab.serve.watch import Watch
 from astrolabe_lab.sim.config import EngineConfig
 
 QUICK = Limits(probe_s=0.05, first_byte_s=0.5, between_bytes_s=0.5, write_s=0.5, body_s=0.5, head_s=0.4, drain_s=1.0)
 BODY = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 6, "stream": True}).encode()
+
+
+IDLE_METRICS = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
 
 
 def request_bytes(body=BODY, path="/v1/completions", **headers):
@@ -617,6 +622,47 @@ def test_a_router_that_stops_under_load_finishes_what_it_has_and_the_next_goes_o
     run(story())
     assert sorted(row["status"] for row in one_row_each(tmp_path / "j")) == ["failed"] + ["ok"] * 11
     assert [e["event"] for e in journal.read(tmp_path / "j")].count("router") == 2
+
+
+def test_metrics_that_are_cut_off_are_a_fault_of_the_engine_s_and_the_router_asks_again(tmp_path):
+    async def story():
+        limits = replace(QUICK, scrape_s=0.02)
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=limits) as (router, _, _):
+            engines[0].metrics = "vllm:num_requests_running"
+            while router.instances[0].gauge_faults < 3:
+                await asyncio.sleep(0.01)
+            engines[0].metrics = IDLE_METRICS
+            while router.instances[0].gauges.taken_s < 0:
+                await asyncio.sleep(0.01)
+
+    run(story())
+
+
+def test_a_router_whose_watch_has_died_still_serves_and_closes_all_it_has(tmp_path, monkeypatch, caplog):
+    async def dies(self, instance):
+        raise RuntimeError("as told")
+
+    class Lengths:
+        closed = False
+
+        async def __call__(self, asked):
+            return 64, "constant"
+
+        async def close(self):
+            self.closed = True
+
+    monkeypatch.setattr(Watch, "_gauges", dies)
+
+    async def story():
+        async with scripted_engines(1) as engines, routed(
+            engines, tmp_path / "j", limits=QUICK, lengths=Lengths()
+        ) as (router, session, url):  # fmt: skip
+            assert (await ask(session, url))[0] == 200
+        assert router.lengths.closed and router._dispatch.session.closed and router.journal._file.closed
+
+    run(story())
+    assert "without watching its engines" in caplog.text
+    assert [row["status"] for row in one_row_each(tmp_path / "j")] == ["ok"]
 
 
 def test_two_routers_over_one_cluster_keep_their_numbers_apart(tmp_path):

@@ -148,6 +148,9 @@ def test_gauges_are_read_by_their_exact_names_and_a_changed_schema_is_no_idle_en
         METRICS.replace("vllm:num_requests_running", "vllm:requests_running"),
         METRICS.replace("} 3.0", "} -1.0"),
         METRICS.replace("} 3.0", "} NaN"),
+        METRICS.replace('{engine="0",model_name="m"} 3.0', ""),
+        METRICS.replace("} 3.0", "}"),
+        METRICS.replace("} 3.0", "} three"),
         "",
     ):
         with pytest.raises(ValueError):

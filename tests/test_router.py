@@ -35,7 +35,7 @@ async def routed(engines, path, policy="round_robin", **options):
         policy,
         [MODEL],
         ByBytes(),
-        constant,
+        options.pop("lengths", constant),
         limits=limits,
         journal=journal.Journal(path),
         **options,

@@ -126,31 +126,25 @@ class Router:
         return app
 
     async def _running(self, app):
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEP_ALIVE_S)
-        session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
-        self._dispatch = Dispatch(
-            session, self.now_s, self.time_scale, self.limits, self.records, self.name_requests, self.count_tokens,
-            self.foresight,
-        )  # fmt: skip
-        if self.ask is not None:
-            await self.ask.open()
-        watching = asyncio.create_task(
-            Watch(session, self.instances, self.now_s, self.time_scale, self.limits).run()
-        )  # fmt: skip
-        drifting = asyncio.create_task(self.drift.run()) if self.drift is not None else None
-        yield
-        if drifting is not None:
-            drifting.cancel()
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
-        await session.close()
-        if self.ask is not None:
-            await self.ask.close()
-        if hasattr(self.lengths, "close"):
-            await self.lengths.close()
-        if self.journal is not None:
-            await asyncio.to_thread(self.journal.close)
+        async with contextlib.AsyncExitStack() as ends:  # each of them whatever becomes of the others
+            if self.journal is not None:
+                ends.push_async_callback(asyncio.to_thread, self.journal.close)
+            if hasattr(self.lengths, "close"):
+                ends.push_async_callback(self.lengths.close)
+            if self.ask is not None:
+                await self.ask.open()
+                ends.push_async_callback(self.ask.close)
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEP_ALIVE_S)
+            session = await ends.enter_async_context(aiohttp.ClientSession(connector=connector, auto_decompress=False))
+            self._dispatch = Dispatch(
+                session, self.now_s, self.time_scale, self.limits, self.records, self.name_requests, self.count_tokens,
+                self.foresight,
+            )  # fmt: skip
+            watch = Watch(session, self.instances, self.now_s, self.time_scale, self.limits)
+            for watching in (watch, self.drift):
+                if watching is not None:
+                    ends.push_async_callback(_end, asyncio.create_task(watching.run()))
+            yield
 
     async def _drain(self, app) -> None:
         self.draining = True
@@ -255,6 +249,17 @@ class Router:
         if request.prefix_blocks:
             self.prefixes.sent(request, instance.index, decided_s)
         return Decision(instance, view, decided_s, time.perf_counter() - started)
+
+
+async def _end(watching: asyncio.Task) -> None:
+    """End a task that runs as long as the router; one that has ended before is told of."""
+    watching.cancel()
+    try:
+        await watching
+    except asyncio.CancelledError:
+        pass
+    except Exception:
+        log.exception("the router went on without watching its engines")
 
 
 def decision_stream(seed: int, rid: int, attempt: int):

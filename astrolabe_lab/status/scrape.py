@@ -35,6 +35,11 @@ class Gauges:
     ended_since: int = 0
 
 
+def value_of(line: str) -> float:
+    """The number at the end of a line of an exposition. Raises ValueError where there is none."""
+    return float(line.rpartition(" ")[2])
+
+
 def read_gauges(text: str, taken_s: float, time_scale: float) -> Gauges:
     """The gauges in a Prometheus exposition of vLLM's. Raises ValueError where it is none: a schema that has changed
     must not look like an idle engine."""
@@ -45,7 +50,7 @@ def read_gauges(text: str, taken_s: float, time_scale: float) -> Gauges:
         name = line.partition("{")[0].partition(" ")[0]
         if name in WANTED:
             key = WANTED[name]
-            found[key] = found.get(key, 0.0) + float(line.rsplit(" ", 1)[1])  # one line an engine of a data-parallel
+            found[key] = found.get(key, 0.0) + value_of(line)  # one line an engine of a data-parallel
     if missing := {"running", "waiting", "kv_usage"} - set(found):
         raise ValueError(f"/metrics lacks {', '.join(sorted(missing))}: no vLLM, or another version of it")
     if not all(0.0 <= value < 1e15 for value in found.values()):

@@ -9,7 +9,7 @@ import aiohttp
 import numpy as np
 
 from astrolabe_lab.disagg.view import POLLED
-from astrolabe_lab.status.scrape import read_gauges
+from astrolabe_lab.status.scrape import read_gauges, value_of
 
 FAILED = "vllm:nixl_num_failed_transfers_total"
 FAILED_S = 2.0  # modelled s between two askings
@@ -55,7 +55,7 @@ class Occupancy:
             try:
                 async with session.get(self.instances[at].url + "/metrics", timeout=timeout) as answer:
                     lines = (await answer.text(errors="replace")).splitlines()
-                counts = [float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(FAILED)]
+                counts = [value_of(line) for line in lines if line.startswith(FAILED)]
                 if counts:
                     self.failed[at] = sum(counts)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
