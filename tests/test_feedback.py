@@ -105,6 +105,12 @@ def test_where_nothing_changed_the_model_is_kept_nearly_always():
     assert changed <= 8  # 3 expected at the most; 9 or more has a chance below 1 %
 
 
+def test_rows_that_were_all_cut_off_at_first_teach_a_bound_and_no_error(model, recent):
+    prompts, true = recent
+    cut = np.arange(len(prompts)) < 500
+    recalibrate(model, prompts, np.maximum(true, 1), censored=cut)
+
+
 def test_quantiles_hold_after_a_recalibration(model, recent):
     prompts, true = recent
     lengths = np.rint(1.6 * true) + 1

@@ -145,6 +145,27 @@ def test_kaplan_meier_is_the_textbooks():
     assert {month: survived[month] for month in expected} == expected
 
 
+def test_a_cut_changes_no_quantile_below_it_whatever_ties():
+    values = [1.0, *[50.0] * 8, 100.0, 200.0]
+    cut = np.array(values) == 200.0
+    assert survival.quantiles(values, cut, [0.5])[0] == 50.0
+    assert survival.distribution(np.array(values), cut)[0].tolist() == [1.0, 50.0, 100.0]
+    levels = np.linspace(0, 1, 41)
+    for _ in range(20):
+        tied = np.r_[RNG.integers(1, 9, 30), 9.0]
+        np.testing.assert_allclose(survival.quantiles(tied, tied == 9.0, levels), np.quantile(tied, levels))
+
+
+def test_where_all_was_cut_the_largest_value_bounds_every_quantile():
+    assert survival.quantiles([3.0, 7.0], [True, True], [0.1, 0.9]).tolist() == [7.0, 7.0]
+    names, lengths, cut = ["m", "m", "n", "n"], [10, 20, 64, 64], np.array([False, False, True, True])
+    constant = Constant().fit(list("abcd"), lengths, models=names, censored=cut)
+    assert constant.predict(["e", "e"], ["m", "n"]).tolist() == [15.0, 64.0]
+    assert Oracle().fit(["a", "a", "b"], [64, 64, 5], censored=cut[[2, 3, 0]]).predict(["a"]).tolist() == [64.0]
+    with pytest.raises(InputError, match="every answer of serving model 'n' was cut off"):
+        PromptRidge(vocabulary=40).fit(list("abcd"), lengths, models=names, censored=cut)
+
+
 @pytest.mark.parametrize("make", [Constant, lambda: PromptRidge(vocabulary=40)])
 def test_cut_off_answers_do_not_pull_the_prediction_down(make):
     """Lengths cut at random: a model that is told so stays near the truth, one that is not falls far below."""

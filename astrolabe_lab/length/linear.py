@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from astrolabe_lab.errors import InputError
 from astrolabe_lab.length import artifact
 from astrolabe_lab.length.estimator import Estimator
 from astrolabe_lab.length.head import Head
@@ -46,6 +47,8 @@ class LinearEstimator(Estimator):
         prompt = np.array([distinct[text] for text in samples.prompts])
         rows, plain = self._learn_rows(list(distinct))
         names = sorted(set(samples.models)) if samples.models else []
+        if names:
+            _check_uncut(names, samples)
         model = np.searchsorted(names, samples.models) if len(names) > 1 else None
 
         def head(x):
@@ -78,3 +81,14 @@ class LinearEstimator(Estimator):
         self._interplay = bool(noted["interplay"])
         kind = PooledHead if noted["pooled"] else Head
         self._head = kind.from_arrays(artifact.load_arrays(folder / "head.npz"))
+
+
+def _check_uncut(names: list[str], samples) -> None:
+    """Raise InputError for a serving model none of whose answers ended by itself."""
+    known = {model for model, cut in zip(samples.models, samples.censored, strict=True) if not cut}
+    for name in names:
+        if name not in known:
+            raise InputError(
+                f"models: every answer of serving model {name!r} was cut off (censored), so how long its answers are "
+                "is not in the data: leave them out, or collect some with a higher max_tokens"
+            )

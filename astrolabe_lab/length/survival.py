@@ -21,21 +21,20 @@ def quantiles(values, censored, levels) -> np.ndarray:
     levels = np.asarray(levels, dtype=np.float64)
     if not censored.any():
         return np.quantile(values, levels)
+    if censored.all():
+        return np.full(levels.shape, values.max())
     points, reached = distribution(values, censored)
-    # Half the step at each point, stretched to 0..1 as NumPy's linear rule does when nothing is cut.
+    # Each point from the first of its order statistics to the last, stretched to 0..1 as NumPy does; then the largest.
     n = len(values)
-    at = np.clip((reached * n - 1) / max(n - 1, 1), 0.0, 1.0)
-    return np.interp(levels, at, points)
+    first, last = np.r_[0.0, reached] * n / (n - 1), (reached * n - 1) / (n - 1)
+    at = np.r_[np.column_stack([first[:-1], last]).ravel(), first[-1]]
+    return np.interp(levels, np.maximum.accumulate(at), np.r_[np.repeat(points, 2), values.max()])
 
 
 def distribution(values, censored) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct uncut values in order, with the largest value of all, and P(value <= each) by Kaplan-Meier."""
+    """The distinct uncut values in order, and P(value <= each) by Kaplan-Meier; one cut at a value outlived it."""
     import numpy as np
 
-    order = np.lexsort((censored, values))  # at a tie the uncut come first: the cut one outlived them
-    sorted_values, cut = values[order], censored[order]
-    at_risk = np.arange(len(values), 0, -1)
-    survival = np.cumprod(np.where(cut, 1.0, 1.0 - 1.0 / at_risk))
-    last = np.r_[sorted_values[1:] != sorted_values[:-1], True]
-    known = last & (np.r_[0.0, np.cumsum(~cut)][1:] > 0)
-    return sorted_values[known], 1.0 - survival[known]
+    points, ended = np.unique(values[~censored], return_counts=True)
+    at_risk = len(values) - np.searchsorted(np.sort(values), points)
+    return points, 1.0 - np.cumprod(1.0 - ended / at_risk)
