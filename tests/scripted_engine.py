@@ -13,13 +13,14 @@ class ScriptedEngine:
     ok; http:STATUS; silent (accepts, never answers); head (200 and nothing more); refuse (closes without an answer);
     break (closes in mid-stream); cut (ends in mid-stream, properly for HTTP); error (an error event for a first
     event), late-error (in mid-stream); twice (its end comes twice); mortal (a request with ``seed`` ends the engine).
-    ``metrics``: what ``/metrics`` says, None for 404.
+    ``metrics``: what ``/metrics`` says, None for 404; ``compresses``: whole answers, where that is accepted.
     """
 
     def __init__(self, tokens=8, token_s=0.0, first_s=0.0):
         self.tokens, self.token_s, self.first_s = tokens, token_s, first_s
         self.script = "ok"
         self.metrics = None
+        self.compresses = False
         self.model = "m"  # that it lists
         self.text = " t"  # of a token
         self.healthy = True
@@ -97,10 +98,13 @@ class ScriptedEngine:
         usage = {"prompt_tokens": 7, "completion_tokens": n, "total_tokens": 7 + n}
         if not body.get("stream"):
             await asyncio.sleep(self.token_s * n)
-            return web.json_response(
+            answer = web.json_response(
                 {"id": "x", "object": "text_completion", "model": body["model"], "usage": usage,
                  "choices": [{"index": 0, "text": " t" * n, "finish_reason": "length"}]}
             )  # fmt: skip
+            if self.compresses:
+                answer.enable_compression()
+            return answer
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(http)
         if self.script == "head":

@@ -87,6 +87,21 @@ def test_an_answer_passes_through_unchanged_and_leaves_one_row(tmp_path, stream)
     assert row["instance"] == 0
 
 
+def test_an_engine_that_may_compress_is_asked_not_to(tmp_path):
+    """What it compressed would reach the client as garbage, and tell the router nothing."""
+
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (_, session, url):
+            engines[0].compresses = True
+            for accepts in ("gzip", "identity"):
+                session.headers["Accept-Encoding"] = accepts
+                status, body, _ = await ask(session, url, stream=False)
+                assert status == 200 and json.loads(body)["usage"]["completion_tokens"] == 6
+
+    run(story())
+    assert [row["output_tokens"] for row in outcomes(tmp_path / "j")["ok"]] == [6, 6]
+
+
 def test_an_engine_that_fails_before_its_first_byte_is_passed_over(tmp_path):
     async def story():
         async with scripted_engines(2) as engines, routed(engines, tmp_path / "j") as (router, session, url):

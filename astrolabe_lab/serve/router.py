@@ -39,6 +39,7 @@ from .watch import Watch
 
 log = logging.getLogger(__name__)
 ENGINE_KEEP_ALIVE_S = 3.0  # below uvicorn's 5 s, lest a request leaves on a connection that the engine is closing
+AS_IT_IS = {"Accept-Encoding": "identity"}  # bytes pass unchanged to clients who may understand no compression
 
 
 @dataclass
@@ -135,7 +136,8 @@ class Router:
                 await self.ask.open()
                 ends.push_async_callback(self.ask.close)
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEP_ALIVE_S)
-            session = await ends.enter_async_context(aiohttp.ClientSession(connector=connector, auto_decompress=False))
+            session = aiohttp.ClientSession(connector=connector, auto_decompress=False, headers=AS_IT_IS)
+            await ends.enter_async_context(session)
             self._dispatch = Dispatch(
                 session, self.now_s, self.time_scale, self.limits, self.records, self.name_requests, self.count_tokens,
                 self.foresight,
