@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from scripted_engine import scripted_engines
 from test_router import MODEL, routed
 
 from astrolabe_lab import bench, cli
+from astrolabe_lab.bench import engines
 from astrolabe_lab.bench.host import HostPace
 from astrolabe_lab.bench.kept import Kept
 from astrolabe_lab.engines.pace import PaceWriter
@@ -250,6 +252,37 @@ def test_the_command_writes_a_result_frame_that_says_where_it_came_from(tmp_path
     assert set(frame["source"]) == {"hardware"}
     assert set(frame["policy"]) == {"round_robin"}
     assert frame.attrs["astrolabe"]["url"].startswith("http://127.0.0.1")
+
+
+@pytest.mark.parametrize(("told", "found"), [((3.0, 8.0), 5), ((8.0, 3.0), None), ((math.nan, math.nan), None)])
+def test_the_command_tells_preemptions_as_far_as_the_engines_do(tmp_path, capsys, monkeypatch, told, found):
+    counts = iter(told)
+
+    async def preemptions(urls):
+        return next(counts)
+
+    monkeypatch.setattr(engines, "preemptions", preemptions)
+    out = tmp_path / "r.parquet"
+    with serving(tmp_path / "j") as url:
+        words = ["bench", "--url", url, "--model", MODEL, "--trace", "sharegpt_like", "--requests", "5", "--qps", "200"]
+        assert cli.main([*words, "--gates", "off", "--exact", "--out", str(out), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert (record["preemptions"], record["preempted"]) == (found, None)
+    assert pd.read_parquet(out).attrs["astrolabe"]["preemptions"] == found
+
+
+def test_preemptions_are_those_of_all_engines_or_not_known():
+    async def story(*metrics):
+        async with scripted_engines(len(metrics)) as asked:
+            for engine, text in zip(asked, metrics, strict=True):
+                engine.metrics = text
+            return await engines.preemptions([engine.url for engine in asked])
+
+    one, other = (f'vllm:num_preemptions_total{{engine="0"}} {n}.0\n' for n in (2, 5))
+    assert asyncio.run(story(one, other)) == 7
+    assert math.isnan(asyncio.run(story(one, "vllm:num_requests_running 1.0\n")))
+    assert math.isnan(asyncio.run(story(one, None)))
+    assert math.isnan(asyncio.run(story()))
 
 
 def test_what_is_measured_under_a_host_that_did_not_keep_up_says_so(tmp_path):

@@ -91,6 +91,11 @@ def test_preemptions_and_the_requests_they_befell_are_counted():
     assert (row.preemptions, row.preempted) == (5, 2)
 
 
+def test_a_frame_that_does_not_tell_of_preemptions_does_not_say_that_there_were_none():
+    row = summarise(results(*[(0.0, 1.0, 2.0, 2, "ok")] * 3).drop(columns="preemptions")).iloc[0]
+    assert math.isnan(row.preemptions) and math.isnan(row.preempted)
+
+
 def test_the_workload_is_the_same_for_every_policy_and_for_no_other_requests():
     frame = results((0.0, 1.0, 2.0, 2, "ok"), (1.0, 2.0, 3.0, 2, "ok")).assign(prompt_tokens=5, output_tokens=2)
     same = frame.assign(policy="q", finished_s=9.0)

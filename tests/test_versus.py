@@ -75,6 +75,12 @@ def test_both_sides_losing_alike_may_be_compared(many):
     assert row(compare(lossy, lossy.assign(finished_s=a.finished_s + 50.0)), "e2e_mean_s").winner == "A"
 
 
+def test_what_one_side_does_not_tell_is_not_compared(many):
+    silent = many[1].drop(columns="preemptions")
+    assert "preemptions" in set(compare(*many)["metric"])
+    assert "preemptions" not in set(compare(many[0], silent)["metric"])
+
+
 def test_frames_without_rows_and_metrics_without_numbers_are_refused(many):
     a, b = many
     with pytest.raises(InputError, match="B holds no run"):

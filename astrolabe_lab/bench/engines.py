@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -116,6 +118,19 @@ class EngineClient:
                 return answer.status, await answer.text()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise EngineTrouble(f"engine {self.index} at {self.url}: {type(error).__name__}: {error}") from None
+
+
+async def preemptions(urls: list[str]) -> float:
+    """How often the engines at ``urls`` together have preempted since they started; NaN where one does not tell."""
+    import aiohttp
+
+    async with aiohttp.ClientSession() as session:
+        clients = [EngineClient(session, i, url, "") for i, url in enumerate(check_urls(urls))]
+        try:
+            told = await asyncio.gather(*(client.gauges() for client in clients))
+        except EngineTrouble:
+            return math.nan
+    return sum(gauges.values.get("num_preemptions_total", math.nan) for gauges in told) if told else math.nan
 
 
 def _parts(line: str) -> tuple[str, dict[str, str], float | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
 import time
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def bench(args: argparse.Namespace) -> tuple[dict, str]:
     from astrolabe_lab import length
     from astrolabe_lab.bench import Load, both_goodputs, run
+    from astrolabe_lab.bench.engines import preemptions
     from astrolabe_lab.bench.host import HostPace
     from astrolabe_lab.measure import summarise
     from astrolabe_lab.measure.slo import SLO
@@ -68,6 +70,7 @@ def bench(args: argparse.Namespace) -> tuple[dict, str]:
     )  # fmt: skip
     verdicts = asyncio.run(_gates(args, engines, load))
     keep = out.with_name(out.name + ".rows.jsonl")
+    before = asyncio.run(preemptions(engines))
     pace = HostPace(paces)
     try:
         results = run(args.url, trace, load, _progress(), keep)
@@ -80,10 +83,14 @@ def bench(args: argparse.Namespace) -> tuple[dict, str]:
         validity = validity | {"valid": False, "why": [*validity["why"], f"gates failed: {', '.join(failed)}"]}
     if not verdicts:
         validity = validity | {"notes": [*validity["notes"], "no gate was asked: the engines may be cold or cached"]}
+    whole = results["segment"].max() == 0  # else the engines' counts of the first part are not known
+    counted = asyncio.run(preemptions(engines)) - before if whole else math.nan
+    preempted = int(counted) if counted >= 0 else None  # below 0: an engine has started anew
     about = {key: value for key, value in vars(args).items() if key not in ("command", "api_key")}
-    save(results, out, url=args.url, validity=validity, gates=gates, load=about)
+    save(results, out, url=args.url, validity=validity, gates=gates, preemptions=preempted, load=about)
     keep.unlink(missing_ok=True)
     row = summarise(results).iloc[0].to_dict() | (both_goodputs(results, slo) if slo else {})
+    row["preemptions"] = preempted
     counts = results["status"].value_counts().to_dict()
     record = {"out": str(out), "validity": validity, "gates": gates, "status": counts, **row}
     text = [f"wrote {out}: {', '.join(f'{n} {status}' for status, n in counts.items())}"]

@@ -34,7 +34,8 @@ def summarise(results: pd.DataFrame, by: Sequence[str] = KEYS, slo: SLO | None =
       as infinitely late;
     - `duration_s` (first arrival to last finish); over it, of ok requests, `throughput_rps`,
       `output_tokens_per_s`, `total_tokens_per_s` (prompts too);
-    - `preemptions` (of all requests) and `preempted`, the requests they befell;
+    - `preemptions` (of all requests) and `preempted`, the requests they befell; NaN where the frame does not tell, as
+      of live engines, which do not say whom they preempted;
     - with an `slo`: `goodput_rps` and `goodput_share` (of the requests sent), and where the frame has classes
       `goodput_share_tight`, `goodput_share_loose`;
     - where latencies were predicted: `predicted`, `prediction_mae_pct`, `prediction_signed_pct`;
@@ -114,8 +115,9 @@ def _measured(results: pd.DataFrame, targets: SLO | None) -> dict[str, object]:
     if "prompt_tokens" in results:
         rates["total_tokens_per_s"] = tokens.sum() + ok["prompt_tokens"].sum()
     row |= {name: count / duration_s if duration_s > 0 else math.nan for name, count in rates.items()}
-    preemptions = results["preemptions"] if "preemptions" in results else pd.Series(0, results.index)
-    row |= {"preemptions": int(preemptions.sum()), "preempted": int((preemptions > 0).sum())}
+    row |= {"preemptions": math.nan, "preempted": math.nan}
+    if "preemptions" in results:
+        row |= {"preemptions": int(results["preemptions"].sum()), "preempted": int((results["preemptions"] > 0).sum())}
     if targets is not None:
         row |= goodput(results, targets)
     if "predicted_e2e_s" in results:

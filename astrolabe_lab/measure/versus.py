@@ -65,7 +65,7 @@ def compare(
     """
     a, b = _Side("A", a, slo), _Side("B", b, slo)
     if metrics is None:
-        metrics = [name for name in METRICS if name in a.summary and name in b.summary]
+        metrics = [name for name in METRICS if a.knows(name) and b.knows(name)]
         metrics += ["ok"] * (a.lost > 0 or b.lost > 0)
     metrics = list(dict.fromkeys(metrics))
     for side in (a, b):
@@ -127,6 +127,9 @@ class _Side:
             row = summary[twice].iloc[0]
             raise InputError(f"{name} has several runs of {_point(row['qps'], row['seed'])}: keep one")
         self.summary = summary.sort_values(["qps", "seed"], ignore_index=True)
+
+    def knows(self, metric: str) -> bool:
+        return metric in self.summary and bool(self.summary[metric].notna().any())
 
     @property
     def lost(self) -> int:
