@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -370,7 +371,7 @@ def test_a_policy_of_ones_own_is_taken_up_again_and_not_after_a_change(out, tmp_
 def test_what_cannot_be_told_apart_is_not_stored(out):
     class Holds:
         def __init__(self):
-            self.lock = iter([1])
+            self.lock = threading.Lock()
 
         def choose(self, request, cluster, rng):
             return 0

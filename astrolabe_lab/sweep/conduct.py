@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from astrolabe_lab.sweep import crew
 
-from . import identity
+from . import told
 from .cell import Run, row_of, run_cell
 from .grid import Grid
 from .progress import Progress
@@ -125,7 +125,7 @@ class Conductor:
         else:
             from . import ray_crew
 
-            modules = identity.own_modules(run.policy for run in todo)
+            modules = told.own_modules(run.policy for run in todo)
             ended = ray_crew.each(
                 job, todo, self.on, self.workers, retries=self.retries, failures=failures, modules=modules
             )
