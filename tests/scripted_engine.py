@@ -13,7 +13,8 @@ class ScriptedEngine:
     ok; http:STATUS; silent (accepts, never answers); head (200 and nothing more); refuse (closes without an answer);
     break (closes in mid-stream); cut (ends in mid-stream, properly for HTTP); error (an error event for a first
     event), late-error (in mid-stream); twice (its end comes twice); mortal (a request with ``seed`` ends the engine).
-    ``metrics``: what ``/metrics`` says, None for 404; ``compresses``: whole answers, where that is accepted.
+    ``metrics``: what ``/metrics`` says, None for 404, once ``telling`` is set; ``compresses``: whole answers, where
+    that is accepted.
     """
 
     def __init__(self, tokens=8, token_s=0.0, first_s=0.0):
@@ -21,6 +22,8 @@ class ScriptedEngine:
         self.script = "ok"
         self.metrics = None
         self.compresses = False
+        self.telling = asyncio.Event()
+        self.telling.set()
         self.model = "m"  # that it lists
         self.text = " t"  # of a token
         self.healthy = True
@@ -55,7 +58,9 @@ class ScriptedEngine:
         return web.Response(status=200 if self.healthy else 503)
 
     async def tell(self, http):
-        return web.Response(text=self.metrics) if self.metrics is not None else web.Response(status=404)
+        text = self.metrics
+        await self.telling.wait()
+        return web.Response(text=text) if text is not None else web.Response(status=404)
 
     def die(self):
         """As SIGKILL would: every connection breaks, nobody listens any more."""

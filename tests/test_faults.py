@@ -638,6 +638,34 @@ def test_metrics_that_are_cut_off_are_a_fault_of_the_engine_s_and_the_router_ask
     run(story())
 
 
+def test_a_request_that_ends_while_the_engine_is_asked_is_not_taken_for_another_client_s(tmp_path):
+    async def story():
+        limits = replace(QUICK, first_byte_s=5.0, scrape_s=0.02)
+        async with (
+            scripted_engines(1, first_s=0.3) as engines,
+            routed(engines, tmp_path / "j", limits=limits) as (router, session, url),
+        ):
+            (engine,), (instance,) = engines, router.instances
+            asking = asyncio.create_task(ask(session, url))
+            await dispatched(router, 1)
+            engine.metrics = IDLE_METRICS.replace("running 0", "running 1")  # which is ours
+            while instance.gauges.running != 1:
+                await asyncio.sleep(0.01)
+            engine.telling.clear()
+            asked_s = instance.gauges.taken_s
+            while instance.coming.taken_s <= asked_s:  # the next look is under way
+                await asyncio.sleep(0.01)
+            assert (await asking)[0] == 200
+            before = instance.gauges
+            engine.telling.set()
+            while instance.gauges is before:
+                await asyncio.sleep(0.001)
+            assert instance.gauges.running == 1 and instance.gauges.ended_since == 1
+            assert len(instance.ledger_status(router.now_s()).rows) == 0
+
+    run(story())
+
+
 def test_a_router_whose_watch_has_died_still_serves_and_closes_all_it_has(tmp_path, monkeypatch, caplog):
     async def dies(self, instance):
         raise RuntimeError("as told")

@@ -44,6 +44,7 @@ class Instance:
     status_faults: int = 0  # reads of the published status that failed, or gave none that can be believed
     restarts: int = 0  # of the engine, as its published status shows them
     gauges: Gauges = field(default_factory=Gauges)  # the engine's own, as last asked for
+    coming: Gauges = field(default_factory=Gauges)  # those that it is being asked for: only when, and what ended since
     gauge_faults: int = 0  # answers at /metrics that told nothing
     _reader: StatusReader | None = field(default=None, repr=False)
     _epoch: tuple | None = field(default=None, repr=False)
@@ -97,8 +98,9 @@ class Instance:
     def settle(self, rid: int) -> bool:
         """Strike a request that has ended from the ledger. False where it was struck before."""
         entry = self.ledger.entries.get(rid)
-        if entry is not None and entry.sent_s <= self.gauges.taken_s:
-            self.gauges.ended_since += 1
+        if entry is not None:
+            for gauges in (self.gauges, self.coming):
+                gauges.ended_since += entry.sent_s <= gauges.taken_s
         return self.ledger.close(rid)
 
     def signals(self, status: Status, now_s: float, into: np.ndarray) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import aiohttp
 
-from astrolabe_lab.status.scrape import read_gauges
+from astrolabe_lab.status.scrape import Gauges, read_gauges
 
 from .instance import Instance
 from .limits import Limits
@@ -47,12 +47,13 @@ class Watch:
         timeout = aiohttp.ClientTimeout(total=max(PATIENCE_S, self.limits.probe_s * self.time_scale))
         every_s = self.limits.scrape_s if instance.status_path is None else self.limits.probe_s
         while True:
-            asked_s = self.now_s()
+            coming = instance.coming = Gauges(self.now_s())
             try:
                 async with self.session.get(instance.url + "/metrics", timeout=timeout) as answer:
                     if answer.status == 200:
                         text = await answer.text(errors="replace")
-                        instance.gauges = read_gauges(text, asked_s, self.time_scale)
+                        told = read_gauges(text, coming.taken_s, self.time_scale)
+                        instance.gauges = replace(told, ended_since=coming.ended_since)
             except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
                 instance.gauge_faults += 1
             await asyncio.sleep(every_s * self.time_scale)
