@@ -161,6 +161,27 @@ def test_an_engine_whose_answers_always_break_off_is_left_alone_too(tmp_path, sc
     assert sorted(row["status"] for row in rows) == ["failed"] * 3 + ["ok"] * 9
 
 
+@pytest.mark.parametrize(("whole_answer_s", "status", "code"), [(5.0, "ok", 200), (0.3, "failed", 504)])
+def test_an_answer_that_is_not_streamed_may_take_longer_than_a_first_byte_and_no_engine_is_blamed(
+    tmp_path, whole_answer_s, status, code
+):
+    async def story():
+        limits = replace(QUICK, first_byte_s=0.2, whole_answer_s=whole_answer_s)
+        async with (
+            scripted_engines(2, first_s=0.6) as engines,
+            routed(engines, tmp_path / "j", limits=limits) as (router, session, url),
+        ):
+            answered, body, _ = await ask(session, url, stream=False)
+            assert answered == code, body
+            assert (b"was not whole after 0.3 s" in body) == (code == 504)
+            assert [i.breaker.in_a_row for i in router.instances] == [0, 0]
+            assert sum(len(engine.seen) for engine in engines) == 1
+            await idle(router)
+
+    run(story())
+    assert [row["status"] for row in one_row_each(tmp_path / "j")] == [status]
+
+
 def test_an_engine_s_own_error_is_passed_on_with_its_status(tmp_path):
     async def story():
         async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
@@ -427,7 +448,7 @@ def test_ten_thousand_requests_with_random_ends_leave_exactly_nothing_in_flight(
             pass
 
     async def story():
-        limits = Limits(probe_s=1.0, first_byte_s=0.3, between_bytes_s=0.3, drain_s=1.0)
+        limits = Limits(probe_s=1.0, first_byte_s=0.3, whole_answer_s=0.3, between_bytes_s=0.3, drain_s=1.0)
         async with scripted_engines(4) as engines, routed(engines, tmp_path / "j", "least_loaded", limits=limits) as (
             router, session, url,
         ):  # fmt: skip

@@ -16,6 +16,8 @@ from astrolabe_lab.serve.instance import STALE_S, Instance
 from astrolabe_lab.serve.ledger import Ledger
 from astrolabe_lab.serve.live_view import LiveView
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.sim.state import RUNNING
+from astrolabe_lab.sim.status import HEADER, ROW
 from astrolabe_lab.sim.status_check import check_status
 from astrolabe_lab.status.published import CONTROL, StatusReader, StatusWriter
 from astrolabe_lab.status.reckoned import reckon
@@ -212,6 +214,25 @@ def test_a_hung_engine_does_not_look_as_if_it_had_finished(tmp_path):
     hang, price = view.predict(Request(-1, now_s, 64, 100), "e2e_s", [0, 1])
     assert hang == math.inf and price < math.inf
     assert view[0].running + view[0].waiting == 1  # and not none
+
+
+def test_an_engine_is_not_hung_before_its_step_has_taken_far_longer_than_its_price(tmp_path):
+    path, now_s = tmp_path / "status", time.monotonic()
+    writer, slow = StatusWriter(path), StepCost.parse("base_s=0.02,mixed.per_token_s=0.04")  # a real engine on a CPU
+    each = Instance(0, "http://127.0.0.1:9", CONFIG, Predictor(CONFIG, slow), path)
+    header, rows = np.zeros(1, HEADER), np.zeros(1, ROW)
+    rows["rid"], rows["state"], rows["prompt"], rows["scheduled_now"] = 7, RUNNING, 1000, 500
+    rows["blocks"] = -(-500 // CONFIG.block_size)
+    header["free_blocks"] = CONFIG.usable_blocks - rows["blocks"]
+    header["n_running"] = header["n_rows"] = 1
+    for age_s, source in ((30.0, "published"), (100.0, "stale")):  # the step's price is 20 s
+        header["taken_s"] = header["step_started_s"] = now_s - age_s
+        writer.write(header, rows)
+        assert each.status(now_s)[1] == source
+    each.predictor = None
+    header["taken_s"] = header["step_started_s"] = now_s - 30.0
+    writer.write(header, rows)
+    assert each.status(now_s)[1] == "stale"  # nobody knows its price
 
 
 def test_an_idle_engine_s_old_status_is_good_for_ever(tmp_path):

@@ -86,7 +86,8 @@ class Dispatch:
     ) -> web.StreamResponse | Unanswered:
         """Send it to the chosen instance and its answer to the client, who has seen nothing where it is Unanswered.
 
-        However it ends, the ledger is settled and exactly one outcome recorded.
+        However it ends, the ledger is settled and exactly one outcome recorded. Raises Refusal for an answer that is
+        not streamed and takes too long: elsewhere it would again.
         """
         instance, watcher = decision.instance, Watcher(asked.stream)
         entry = instance.ledger.open(
@@ -96,8 +97,9 @@ class Dispatch:
             self.foresight.observe_dispatch(entry.sent_s, request.prompt_tokens, request.predicted_tokens)
         answer = web.StreamResponse()
         status, reason = "aborted", "the client went away"
+        wait_s = self.limits.first_byte_s if asked.stream else self.limits.whole_answer_s
         try:
-            async with asyncio.timeout(self.wall_s(self.limits.first_byte_s)) as patience:
+            async with asyncio.timeout(self.wall_s(wait_s)) as patience:
                 upstream = await self._send(http, asked, request, instance)
                 try:
                     await self._pass_on(upstream, http, answer, watcher, request, decision, entry, patience)
@@ -117,6 +119,9 @@ class Dispatch:
         except (aiohttp.ClientError, TimeoutError, OSError, EngineFault) as error:
             if _has_left(http):
                 raise asyncio.CancelledError() from None
+            if patience.expired() and not asked.stream and not answer.prepared:
+                status, reason = "failed", f"the answer was not whole after {wait_s:g} s"
+                raise Refusal(504, f"{reason}; ask for fewer tokens, or stream it", "timeout_error") from None
             reason = f"{type(error).__name__}: {error}"
             self._blame(instance)
             if not answer.prepared:

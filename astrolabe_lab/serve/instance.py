@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from astrolabe_lab.engines.step_log import counts_of
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.predictor import Prediction, Predictor
 from astrolabe_lab.request import Request
@@ -21,7 +22,8 @@ from astrolabe_lab.status.scrape import Gauges
 from .breaker import Breaker, Health
 from .ledger import Ledger
 
-STALE_S = 5.0  # modelled: no step takes as long
+STALE_S = 5.0  # modelled: after it, a step whose price nobody knows is taken for one that does not end
+STALE_PRICES = 3.0  # and one whose price is known after so many times that, if it is longer
 
 
 @dataclass
@@ -59,7 +61,7 @@ class Instance:
     def status(self, now_s: float) -> tuple[Status, str]:
         """(its status, where that came from: published, ledger, or stale).
 
-        ``stale``: it publishes, but a step began STALE_S ago and has not ended. Its requests are still there, so it is
+        ``stale``: it publishes, but its step has not ended in good time. Its requests are still there, so it is
         reckoned from the ledger, lest a hung engine look as if it had finished them.
         """
         if self.status_path is None:
@@ -71,7 +73,8 @@ class Instance:
             self.status_faults += 1
             self._reader = None  # a restarted engine publishes in a new file
             return self.ledger_status(now_s), "ledger"
-        if status.running and now_s - status.taken_s > STALE_S:
+        age_s = now_s - status.taken_s
+        if status.running and age_s > STALE_S and age_s > STALE_PRICES * self._step_s(status):
             self.status_faults += 1
             return self.ledger_status(now_s), "stale"
         return status, "published"
@@ -83,6 +86,14 @@ class Instance:
                 self.restarts += 1
             self._epoch = self._reader.epoch
         return self._reader.read()
+
+    def _step_s(self, status: Status) -> float:
+        """The predicted seconds of the step in flight; 0 where nobody predicts."""
+        rows = status.rows[status.rows["scheduled_now"] > 0]
+        if self.predictor is None or not len(rows):
+            return 0.0
+        chunks = rows[["prompt", "computed", "scheduled_now"]].tolist()
+        return self.predictor.cost.step_seconds(*counts_of(chunks))
 
     def _check(self, status: Status, now_s: float) -> None:
         """Raise InputError for a status that cannot be one of this engine's at this time."""

@@ -16,8 +16,9 @@ class Limits:
     head_s: float = 30.0  # from a connection to the end of its first request's head
     body_s: float = 30.0
     connect_s: float = 3.0
-    first_byte_s: float = 300.0
+    first_byte_s: float = 300.0  # of an answer that is streamed
     between_bytes_s: float = 300.0
+    whole_answer_s: float = 3600.0  # of one that is not; an engine that takes longer is not to blame
     write_s: float = 60.0  # for a client to take what it was sent
     tries: int = 3
     failures: int = 2
