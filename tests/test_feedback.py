@@ -153,6 +153,11 @@ def test_a_comparison_is_a_paired_interval():
     assert not compare(true, better, worse).helps
     assert not compare(true, better, better).helps
     assert compare(true, worse, better, tests=50).low < verdict.low
+    prompts = np.arange(500)
+    again = compare(*(np.tile(values, 9) for values in (true, worse, better, prompts)))
+    assert (again.low, again.high) == pytest.approx((verdict.low, verdict.high))  # nothing new was said
+    with pytest.raises(InputError, match="29 held-out prompts tell nothing"):
+        compare(true, worse, better, prompts % 29)
 
 
 # --- the journal, and the commands ----------------------------------------------------------------------------
@@ -252,6 +257,16 @@ def test_retraining_learns_what_was_observed(drifted, model):
     again = retrain(model, observed, window=1200, seed=0)
     some = observed["prompt"].tolist()[:20]
     assert (again.model.predict(some) == done.model.predict(some)).all()
+
+
+def test_retraining_is_judged_on_serving_models_that_both_models_know():
+    drawn = sharegpt_like.generate(600, seed=0)
+    prompts, lengths = drawn["prompt"].tolist(), drawn["output_tokens"].to_numpy(float)
+    old = length.make("constant").fit(prompts, lengths, models=["m", "n"] * 300)
+    frame = drawn.assign(predicted_tokens=100, censored=False, model=["m", "new"] * 300)
+    done = retrain(old, frame)
+    assert done.model.models_ == ["m", "new"] and done.against_old.rows + done.unknown_model + done.trained_on == 600
+    assert done.against_old.rows > 30 and done.unknown_model > 30
 
 
 def test_retraining_where_nothing_changed_is_no_gain(model):

@@ -251,6 +251,25 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_same_weights(bert,
     assert not (tmp_path / "kept" / "checkpoint.safetensors").exists()
 
 
+def test_a_training_that_has_ended_is_kept_until_its_model_is_saved(bert, tmp_path, monkeypatch):
+    prompts, lengths, _ = answers(60)
+    model = length.make(f"encoder:{QUICK},epochs=1,encoder={bert},checkpoint={tmp_path / 'kept'}")
+    kept, said = tmp_path / "kept" / "checkpoint.safetensors", []
+    with monkeypatch.context() as patched:
+        patched.setattr(type(model), "_calibrated", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(prompts, lengths)
+    assert kept.is_file()
+    model.progress = said.append
+    model.fit(prompts, lengths)
+    assert "resumed" in said[0] and not any(line.startswith("epoch") for line in said)
+    model.save(tmp_path / "model")
+    assert not kept.exists()
+    kept.touch()  # of another run, in the same place
+    length.load(tmp_path / "model").save(tmp_path / "again")
+    assert kept.exists()
+
+
 def test_a_checkpoint_of_another_run_is_not_taken_up(bert, tmp_path):
     from astrolabe_lab.length import finetune
 

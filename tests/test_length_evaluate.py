@@ -19,6 +19,8 @@ from astrolabe_lab.length import data, metrics
 from astrolabe_lab.length.baselines import Constant
 from astrolabe_lab.length.evaluate import Evaluation, across_sources, evaluate, train
 from astrolabe_lab.length.ridge import PromptRidge
+from astrolabe_lab.length.split import by_prompt
+from astrolabe_lab.measure import t_interval
 
 RNG = np.random.default_rng(11)
 UNCUT = np.zeros(400, dtype=bool)
@@ -192,7 +194,7 @@ def test_the_interval_is_wider_than_one_for_independent_splits():
             "constant_mae": 100.0,
             **dict.fromkeys(("n_train", "n_prompts_train"), 80),
             **dict.fromkeys(("n_test", "n_prompts_test"), 20),
-            **dict.fromkeys(("n_pool", "n_copies_left_out", "n_censored_test"), 0),
+            **dict.fromkeys(("n_pool", "n_copies_left_out", "n_censored_test", "n_unknown_model_test"), 0),
         }
     )
     found = Evaluation(splits, pd.DataFrame(), None).summary()
@@ -201,6 +203,30 @@ def test_the_interval_is_wider_than_one_for_independent_splits():
     half = t.ppf(0.975, 3) * gains.std(ddof=1) * math.sqrt(1 / 4 + 20 / 80)
     assert found["reduction"] == pytest.approx(0.11)
     assert found["reduction_high"] - found["reduction_low"] == pytest.approx(2 * half / 100)
+
+
+def test_answering_every_prompt_many_times_makes_no_interval_narrower():
+    once = answers(120)
+    found = [
+        evaluate(pd.concat([once.assign(sample=i) for i in range(n)]), PromptRidge(vocabulary=20)).summary()
+        for n in (1, 9)
+    ]
+    low, high = (np.array([row[name] for row in found]) for name in ("reduction_low", "reduction_high"))
+    assert low[0] < low[1] + 0.02 and high[1] - low[1] == pytest.approx(high[0] - low[0], rel=0.2)
+    values, prompts = RNG.random(40), np.arange(40)
+    assert metrics.mean_over_prompts(values, prompts) == pytest.approx(t_interval(values))
+    assert metrics.mean_over_prompts(np.repeat(values, 9), np.repeat(prompts, 9)) == pytest.approx(t_interval(values))
+
+
+def test_serving_models_that_nothing_was_learned_of_are_counted_and_not_judged():
+    frame = pd.concat([answers(200), answers(1, seed=5, model="rare", source="r")], ignore_index=True)
+    seed = next(s for s in range(50) if frame["prompt_uid"].iloc[-1] in by_prompt(frame, s).test)
+    found = evaluate(frame, PromptRidge(vocabulary=20), first_seed=seed)
+    assert found.splits["n_unknown_model_test"].tolist() == [1] and set(found.predictions["model"]) == {"m"}
+    fitted, _ = train(frame, PromptRidge(vocabulary=20), seed=seed)
+    assert fitted.metrics["n_unknown_model_test"] == 1
+    with pytest.raises(InputError, match="no answer to judge is by a serving model with answers to learn from"):
+        evaluate(answers(50).assign(model=[f"m{i}" for i in range(50)]), "constant")
 
 
 def test_groups_show_where_the_error_is():
@@ -246,6 +272,13 @@ def test_learning_from_one_source_is_judged_on_another():
     # Away from home the order is still told, the size is not.
     assert table.loc[("a", "b"), "concordance"] > 0.5 and table.loc[("a", "b"), "mae"] > table.loc[("b", "b"), "mae"]
     assert table.loc[("a", "b"), "home_constant_mae"] == table.loc[("b", "b"), "constant_mae"]
+    # The constants know the serving models, as the model does.
+    parts = [("a", "m", 1.0), ("a", "n", 9.0), ("b", "m", 1.0), ("b", "o", 1.0)]
+    mixed = pd.concat([answers(150, source=s, model=m, scale=k) for s, m, k in parts], ignore_index=True)
+    table = across_sources(mixed, "constant").set_index(["train_source", "test_source"])
+    assert (table["mae"] == table["constant_mae"]).all()
+    shared = mixed[(mixed["source"] == "b") & (mixed["model"] == "m")]
+    assert table.loc[("a", "b"), "n_test"] == by_prompt(mixed).rows(shared, "test").sum()
     with pytest.raises(InputError, match="needs two of them"):
         across_sources(answers(50), "constant")
 

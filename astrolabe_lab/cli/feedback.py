@@ -124,8 +124,11 @@ def retrain(args):
     if not (done.against_old.helps or args.always):
         raise NoGain(f"the new model is not clearly better: {said}; {args.out} was not written (--always writes it)")
     done.model.save(args.out)
-    record = {"model": args.out, "trained_on": done.trained_on, "against_old": asdict(done.against_old)}
+    record = {"model": args.out, "trained_on": done.trained_on, "unknown_model": done.unknown_model}
+    record["against_old"] = asdict(done.against_old)
     text = f"wrote {args.out}, trained on {done.trained_on:,} answers: {said}"
+    if done.unknown_model:
+        text += f"; {done.unknown_model:,} answers by serving models that one of the two does not know were not judged"
     return record | {"against_constant": asdict(done.against_constant)}, text
 
 

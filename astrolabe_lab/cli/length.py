@@ -32,7 +32,8 @@ COMMANDS = {
         "judge a kind of length model on prompts it has not seen, beside the constant median",
         "astrolabe length evaluate --data sharegpt_like --model prompt_ridge --splits 3 --by length\n"
         "  astrolabe length evaluate --prompts P.jsonl --lengths L.csv --served-model NAME --pool --model encoder",
-        "Splits are by distinct prompt; the interval of the gain is over splits. Where a model answered prompts twice, "
+        "Splits are by distinct prompt; the interval of the gain is over splits, of a single one over "
+        "its prompts. Where a model answered prompts twice, "
         "the noise floor is shown too.",
     ),
 }
@@ -211,6 +212,8 @@ def _sentence(found) -> str:
         f"concordance {said('concordance', '.3f')}, 90 % quantile covers {said('coverage_p90', '.1%')}; "
         f"{found['splits']} split(s), {found['n_train']:,} answers to learn from and {found['n_test']:,} to judge"
     )
+    if found["n_unknown_model_test"]:
+        text += f", {found['n_unknown_model_test']:,} not judged, of serving models with none to learn from"
     if found["n_pool"]:
         text += f", {found['n_pool']:,} of other models to learn from"
         text += f" ({found['n_copies_left_out']:,} to near copies of judged prompts left out)"

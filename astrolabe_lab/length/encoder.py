@@ -33,7 +33,7 @@ class Encoder(LinearEstimator):
     max_tokens: of a prompt that are read, half at its head and half at its tail if it is longer.
     learning_rate, head_learning_rate, batch_size, epochs, warmup, weight_decay, patience, checkpoint_every, seed: see
         ``finetune.Schedule``. validation: the share of training prompts that decides when to stop.
-    checkpoint: a folder in which to keep a training that can be resumed; None keeps nothing.
+    checkpoint: a folder in which to keep a training that can be resumed, until the model is saved; None keeps nothing.
     device: ``auto`` (a GPU in bfloat16 if there is one), ``cpu`` or ``cuda``.
 
     ``progress`` may be set to a function that takes lines of text.
@@ -59,6 +59,7 @@ class Encoder(LinearEstimator):
     device: str = "auto"
     kind = "encoder"
     progress: ClassVar[Callable[[str], None] | None] = None
+    _kept: ClassVar[Path | None] = None  # the checkpoint of the training that made it
 
     def __post_init__(self):
         check_alpha(self.kind, self.alpha)
@@ -169,8 +170,8 @@ class Encoder(LinearEstimator):
         training = finetune.Training(
             self._text, self._out, part(~of_held), part(of_held), schedule, self._run_hash(samples)
         )
-        place = Path(self.checkpoint) / "checkpoint.safetensors" if self.checkpoint else None
-        self.history_ = training.run(place, self.progress)
+        self._kept = Path(self.checkpoint) / "checkpoint.safetensors" if self.checkpoint else None
+        self.history_ = training.run(self._kept, self.progress)
         self._shift = self._calibrated(part(of_held))
 
     def _calibrated(self, held) -> list[float]:
@@ -218,6 +219,10 @@ class Encoder(LinearEstimator):
         return np.exp(np.clip(z * self._sd + self._mean, 0.0, 25.0))
 
     # --- on disk ------------------------------------------------------------------------------------------
+
+    def drop_checkpoint(self):
+        if self._kept is not None:
+            self._kept.unlink(missing_ok=True)
 
     def _write(self, folder: Path) -> dict:
         if not self.fine_tune:

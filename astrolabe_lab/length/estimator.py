@@ -69,7 +69,9 @@ class Estimator:
         from astrolabe_lab.length import artifact
 
         self._check_fitted()
-        return artifact.save(self, directory)
+        written = artifact.save(self, directory)
+        self.drop_checkpoint()
+        return written
 
     def get_params(self, deep: bool = True) -> dict:
         """The options and their values."""
@@ -88,6 +90,9 @@ class Estimator:
 
     def __sklearn_is_fitted__(self) -> bool:
         return hasattr(self, "data_sha256_")
+
+    def drop_checkpoint(self) -> None:
+        """Remove what was kept to resume the training: the model is saved, or no longer wanted."""
 
     # --- for subclasses -----------------------------------------------------------------------------------
 

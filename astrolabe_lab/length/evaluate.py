@@ -42,7 +42,7 @@ class Evaluation:
         interval ``reduction_low, reduction_high``.
 
         Splits share most of their training prompts, so the interval is Nadeau and Bengio's (2003), wider than one for
-        independent runs; of a single split it is over its test answers.
+        independent runs; of a single split it is over its test prompts (``metrics.mean_over_prompts``).
         """
         table = self.splits
         means = {name: float(table[name].mean()) for name in table.columns if name not in ("split", "seed")}
@@ -54,6 +54,7 @@ class Evaluation:
             "n_prompts_train",
             "n_prompts_test",
             "n_censored_test",
+            "n_unknown_model_test",
         ):
             means[name] = round(means[name])
         gain, low, high = self._gain()
@@ -69,23 +70,19 @@ class Evaluation:
 
     def _gain(self):
         """Mean, low and high of constant_mae - mae."""
-        import numpy as np
         from scipy.stats import t
 
         table = self.splits
         n = len(table)
-        if n > 1:
-            gains = (table["constant_mae"] - table["mae"]).to_numpy()
-            share = (table["n_prompts_test"] / table["n_prompts_train"]).mean()
-            se = gains.std(ddof=1) * math.sqrt(1 / n + share)
-        else:
+        if n == 1:
             rows = self.predictions[~self.predictions["censored"]]
             true = rows["response_tokens"]
-            gains = ((rows["constant"] - true).abs() - (rows["p50"] - true).abs()).to_numpy()
-            n = len(gains)
-            se = gains.std(ddof=1) / math.sqrt(n) if n > 1 else math.nan
-        half = float(t.ppf(0.975, n - 1) * se) if n > 1 else math.nan
-        return float(np.mean(gains)), float(np.mean(gains)) - half, float(np.mean(gains)) + half
+            gains = (rows["constant"] - true).abs() - (rows["p50"] - true).abs()
+            return metrics.mean_over_prompts(gains, rows["prompt_uid"])
+        gains = (table["constant_mae"] - table["mae"]).to_numpy()
+        share = (table["n_prompts_test"] / table["n_prompts_train"]).mean()
+        half = float(t.ppf(0.975, n - 1) * gains.std(ddof=1) * math.sqrt(1 / n + share))
+        return float(gains.mean()), float(gains.mean()) - half, float(gains.mean()) + half
 
     def by(self, what: str) -> pd.DataFrame:
         """The test answers in groups: ``prompt_length`` (tenths by prompt length), ``length`` (tenths by true length,
@@ -145,7 +142,8 @@ def evaluate(
     answers of this one alone. pool: learn from the other models' answers too, all of them or those in the sources
         named, but none to a prompt for judging, nor (unless ``keep_copies``) to a near copy of one from another source.
     Split i is ``split.by_prompt(seed=first_seed + i)`` of the prompts that ``served_model`` answered; a prompt for
-    judging is in nobody's training answers. An oracle, and noise on one, is told the test answers: that is what it
+    judging is in nobody's training answers. Answers by serving models without any in training are not judged, and
+    counted (``n_unknown_model_test``). An oracle, and noise on one, is told the test answers: that is what it
     is for. Raises InputError for what is not there or too little.
     """
     import pandas as pd
@@ -168,7 +166,9 @@ def evaluate(
         if pool and not keep_copies:
             copied = _copies(learn, held)
             learn, dropped = learn[~copied], int(copied.sum())
-        row, told = _one(copy.deepcopy(asked), train, learn, held)
+        candidate = copy.deepcopy(asked)
+        row, told = _one(candidate, train, learn, held)
+        candidate.drop_checkpoint()
         rows.append({"split": drawn.name, "seed": seed, "n_copies_left_out": dropped} | row)
         predicted.append(told.assign(split=drawn.name))
         if progress:
@@ -227,8 +227,9 @@ def across_sources(frame: pd.DataFrame, model: str | Estimator, *, seed: int = 0
     """Out of distribution: learn from one source, judge on another; one row a pair, also of a source with itself.
 
     All pairs use one split of the prompts, so that a prompt in two sources cannot leak. Columns: ``train_source,
-    test_source, n_train, n_test, mae, concordance, constant_mae`` (the constant of the training source) and
-    ``home_constant_mae`` (the constant that the test source's own training answers give).
+    test_source, n_train, n_test, mae, concordance, constant_mae`` (the constants of the training source, one a serving
+    model) and ``home_constant_mae`` (those that the test source's own training answers give). Judged on are answers
+    by serving models that both sources have; a pair that shares none has no row.
     """
     import pandas as pd
 
@@ -246,13 +247,14 @@ def across_sources(frame: pd.DataFrame, model: str | Estimator, *, seed: int = 0
     rows = []
     for learned_on in names:
         fitted = _fit(copy.deepcopy(asked), train[learned_on])
-        constant = _fit(Constant(), _one_model(train[learned_on]))
+        constant = _fit(Constant(), train[learned_on])
         for judged_on in names:
             answers = held[judged_on]
-            known = answers[answers["model"].isin(fitted.models_)] if fitted.models_ else answers
+            home = _fit(Constant(), train[judged_on])
+            known = answers[answers["model"].isin(train[learned_on]["model"])]
+            known = known[known["model"].isin(train[judged_on]["model"])]
             if known.empty:
                 continue
-            home = _fit(Constant(), _one_model(train[judged_on]))
             told = errors_of(fitted, known)
             rows.append(
                 {
@@ -276,9 +278,15 @@ def errors_of(fitted: Estimator, answers: pd.DataFrame) -> dict[str, float]:
 
 
 def _one(asked, train, learn, held):
-    """One split: its row, and the predictions for the test answers."""
+    """One split: its row, and the predictions for the test answers of serving models that ``train`` has."""
     import pandas as pd
 
+    known = held["model"].isin(train["model"])
+    if not known.any():
+        raise InputError(
+            "no answer to judge is by a serving model with answers to learn from: collect more, or take another seed"
+        )
+    held = held[known]
     told_truth = isinstance(asked, Oracle) or (isinstance(asked, Noisy) and isinstance(asked.model, Oracle))
     fitted = _fit(asked, pd.concat([learn, held]) if told_truth else learn)
     constant = _fit(Constant(), train)
@@ -297,6 +305,7 @@ def _one(asked, train, learn, held):
         "n_prompts_train": train["prompt_uid"].nunique(),
         "n_prompts_test": held["prompt_uid"].nunique(),
         "n_censored_test": int(cut.sum()),
+        "n_unknown_model_test": int((~known).sum()),
     }
     for prefix, told in (("", quantiles), ("constant_", plain)):
         found = metrics.errors(lengths, told[:, 0], cut)
@@ -322,10 +331,6 @@ def _fit(estimator: Estimator, frame) -> Estimator:
 
 def _names(fitted, frame):
     return frame["model"].tolist() if fitted.models_ else None
-
-
-def _one_model(frame):
-    return frame.assign(model="")
 
 
 def _tenths(values):

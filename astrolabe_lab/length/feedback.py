@@ -11,7 +11,7 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.length.drift import LEAST_REFERENCE, Drift, DriftAlarm
 from astrolabe_lab.length.estimator import Estimator
 from astrolabe_lab.length.observed import require_rows
-from astrolabe_lab.length.recalibrated import Recalibrated, Verdict, compare
+from astrolabe_lab.length.recalibrated import Recalibrated, Verdict, check_judged, compare
 
 if TYPE_CHECKING:
     import numpy as np
@@ -114,12 +114,14 @@ def held_out(prompts: list[str], seed: int, share: float = HELD_OUT) -> np.ndarr
 @dataclass(frozen=True, slots=True)
 class Retrained:
     """A model trained on what was observed, and what its held-out rows say: against the model before it, and
-    against telling them the median of the training rows."""
+    against telling them the median of the training rows; ``unknown_model``: how many more there were, by serving
+    models that one of the two does not know."""
 
     model: Estimator
     against_old: Verdict
     against_constant: Verdict
     trained_on: int
+    unknown_model: int
 
 
 def retrain(estimator: Estimator, observed: pd.DataFrame, *, seed: int = 0, window: int | None = None) -> Retrained:
@@ -141,16 +143,21 @@ def retrain(estimator: Estimator, observed: pd.DataFrame, *, seed: int = 0, wind
     def of(rows):
         return [prompts[i] for i in np.flatnonzero(rows)], models and [models[i] for i in np.flatnonzero(rows)]
 
-    some, names = of(~out)
-    new.fit(some, lengths[~out], models=names, censored=censored[~out])
-    some, names = of(out & ~censored)
-    true, told = lengths[out & ~censored], new.predict(some, names)
-    against_old = compare(true, estimator.predict(some, names), told)
-    against_constant = compare(true, np.full(len(true), new.median_tokens_), told)
+    learned, learned_names = of(~out)
+    judged, unknown = out & ~censored, 0
+    if models:
+        known = np.isin(models, sorted(set(learned_names) & set(estimator.models_)))
+        judged, unknown = judged & known, int((judged & ~known).sum())
+    some, names = of(judged)
+    check_judged(some)  # before the training, not after it
+    new.fit(learned, lengths[~out], models=learned_names, censored=censored[~out])
+    true, told = lengths[judged], new.predict(some, names)
+    against_old = compare(true, estimator.predict(some, names), told, some)
+    against_constant = compare(true, np.full(len(true), new.median_tokens_), told, some)
     new.metrics = {
         "held_out": len(true),
         "mae_tokens": against_old.mae_after,
         "mae_tokens_before": against_old.mae_before,
         "constant_mae_tokens": against_constant.mae_before,
     }
-    return Retrained(new, against_old, against_constant, new.n_samples_)
+    return Retrained(new, against_old, against_constant, new.n_samples_, unknown)

@@ -108,7 +108,10 @@ class Training:
         self.best_weights = {}
 
     def run(self, checkpoint: Path | None = None, progress: Callable[[str], None] | None = None) -> list[dict]:
-        """Train, from the checkpoint if there is one of this very run; return the losses epoch by epoch."""
+        """Train, from the checkpoint if there is one of this very run; return the losses epoch by epoch.
+
+        The checkpoint stays when training has ended: what follows may be stopped too.
+        """
         torch, schedule = self.torch, self.schedule
         if checkpoint is not None and checkpoint.is_file():
             self._resume(checkpoint)
@@ -120,8 +123,6 @@ class Training:
                 self._epoch(checkpoint, progress)
         self.module.load_state_dict(self.best_weights or self.module.state_dict())
         self.module.eval()
-        if checkpoint is not None:
-            checkpoint.unlink(missing_ok=True)
         return self.history
 
     def _epoch(self, checkpoint, progress):

@@ -102,6 +102,28 @@ def bucket_accuracy(lengths, predicted, censored, edges) -> float:
     return float(same[~censored].mean())
 
 
+def mean_over_prompts(values, prompts, level: float = 0.95) -> tuple[float, float, float]:
+    """(mean, low, high): the mean of values, one an answer, and Student's interval for it over the prompts.
+
+    Answers to one prompt err alike, so what varies independently is a prompt's sum of deviations from the mean
+    (the cluster-robust variance: Liang and Zeger, 1986); of one answer a prompt it is the plain t-interval. One
+    prompt has no interval: low and high are NaN. ``prompts`` (n,) tells them apart, by whatever can be compared.
+    """
+    import numpy as np
+    from scipy.stats import t
+
+    values = np.asarray(values, dtype=np.float64)
+    mean = float(values.mean())
+    distinct, which = np.unique(np.asarray(prompts), return_inverse=True)
+    many = len(distinct)
+    if many < 2:
+        return mean, float("nan"), float("nan")
+    sums = np.bincount(which, values - mean)
+    se = float(np.sqrt(many / (many - 1) * (sums**2).sum())) / len(values)
+    half = float(t.ppf((1 + level) / 2, many - 1)) * se
+    return mean, mean - half, mean + half
+
+
 def noise_floor(frame) -> dict[str, float] | None:
     """What is left to the best of models, from prompts that one serving model answered more than once; None
     for fewer than FLOOR_PROMPTS of them, which tell too little.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 MOST_KNOTS, ROWS_A_KNOT = 20, 40
 LEVELS = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 0.95)
-LEAST_ROWS = 100
+LEAST_ROWS, LEAST_JUDGED = 100, 30
 CHECKED = 0.4  # the share of the latest rows on which a map has to show that it helps
 
 
@@ -135,25 +135,34 @@ class Verdict:
     rows: int
 
 
-def compare(lengths, before, after, tests: int = 1, level: float = 0.95) -> Verdict:
-    """Whether ``after`` has clearly smaller absolute errors than ``before`` on the rows (paired t-interval).
+def compare(lengths, before, after, prompts=None, tests: int = 1, level: float = 0.95) -> Verdict:
+    """Whether ``after`` has clearly smaller absolute errors than ``before`` on the rows: a paired interval over the
+    prompts (``metrics.mean_over_prompts``).
 
-    ``tests``: how many such comparisons are made at once; the level is corrected for it. Raises InputError for
-    fewer than 30 rows, whose interval means little with errors so skewed.
+    ``prompts`` (n,): None where no two rows answer the same. ``tests``: how many such comparisons are made at once;
+    the level is corrected for it. Raises InputError as ``check_judged`` does.
     """
     import numpy as np
 
-    from astrolabe_lab.measure import t_interval
+    from astrolabe_lab.length.metrics import mean_over_prompts
 
+    prompts = range(len(lengths)) if prompts is None else prompts
+    check_judged(prompts)
     lengths, before, after = (np.asarray(values, dtype=np.float64) for values in (lengths, before, after))
-    if len(lengths) < 30:
-        raise InputError(f"{len(lengths)} held-out rows tell nothing: at least 30 whole answers are needed")
     errors_before, errors_after = np.abs(lengths - before), np.abs(lengths - after)
     if np.array_equal(before, after):
         mean = float(errors_before.mean())
         return Verdict(False, mean, mean, 0.0, 0.0, len(lengths))
-    _, low, high = t_interval(errors_before - errors_after, 1 - (1 - level) / tests)
+    _, low, high = mean_over_prompts(errors_before - errors_after, prompts, 1 - (1 - level) / tests)
     return Verdict(low > 0, float(errors_before.mean()), float(errors_after.mean()), low, high, len(lengths))
+
+
+def check_judged(prompts) -> None:
+    """Raise InputError for fewer than 30 distinct prompts, whose interval means little with errors so skewed."""
+    if len(set(prompts)) < LEAST_JUDGED:
+        raise InputError(
+            f"{len(set(prompts))} held-out prompts tell nothing: at least {LEAST_JUDGED} with whole answers are needed"
+        )
 
 
 def recalibrate(estimator: Estimator, prompts, lengths, *, models=None, censored=None) -> tuple[Estimator, Verdict]:
@@ -184,7 +193,8 @@ def recalibrate(estimator: Estimator, prompts, lengths, *, models=None, censored
         new = Recalibrated(beneath, knots)
         new._learn_from(base[:cut], seen.lengths, seen.censored)
         new._note(seen)
-        verdict = compare(rows.lengths[checked], told[checked], np.maximum(new._map(base[checked, 0]), 1), tests=2)
+        mapped = np.maximum(new._map(base[checked, 0]), 1)
+        verdict = compare(rows.lengths[checked], told[checked], mapped, [rows.prompts[i] for i in checked], tests=2)
         tried.append((verdict, new))
     verdict, new = min(tried, key=lambda one: one[0].mae_after)
     return (new if verdict.helps else estimator), verdict
