@@ -38,7 +38,7 @@ class Runs:
 
     def __init__(self, summary: pd.DataFrame) -> None:
         self.summary = summary
-        self.censored = False  # a capacity beyond the rates that ran
+        self.sides: set[str] = set()  # on which seeds' values may lie further out: a crossing beyond the rates that ran
 
     def of(self, policy: str, metric: str, qps: float | None = None) -> pd.Series:
         """`metric` of the policy's runs, indexed by (seed, qps), or by seed at one rate."""
@@ -47,7 +47,20 @@ class Runs:
         return values if qps is None else values[values.index.get_level_values("qps") == qps].droplevel("qps")
 
     def capacity(self, policy: str) -> dict[int, float]:
-        """The rate at which each seed's P99 TTFT first crosses the limit; seeds that never cross are left out."""
+        """The rate at which each seed's P99 TTFT first crosses the limit, or the end of the rates before that."""
+        found = self._crossings(policy)
+        self.sides |= {side for _, side in found.values() if side}
+        return {seed: rate for seed, (rate, _) in found.items()}
+
+    def gain(self, policy: str, other: str) -> dict[int, float]:
+        """How many QPS more the first policy bears, seed by seed."""
+        mine, theirs = self._crossings(policy), self._crossings(other)
+        seeds = mine.keys() & theirs.keys()
+        self.sides |= {mine[seed][1] for seed in seeds} | {OPPOSITE[theirs[seed][1]] for seed in seeds}
+        self.sides -= {""}
+        return {seed: mine[seed][0] - theirs[seed][0] for seed in sorted(seeds)}
+
+    def _crossings(self, policy: str) -> dict[int, tuple[float, str]]:
         from astrolabe_lab import measure
 
         column = "ttft_p99_all_s" if "ttft_p99_all_s" in self.summary else "ttft_p99_s"
@@ -55,15 +68,8 @@ class Runs:
         for seed, values in self.of(policy, column).groupby(level="seed"):
             rates = values.index.get_level_values("qps").to_numpy()
             at_s = values.to_numpy()
-            rate, censored = measure.crossing(rates, at_s, ~(at_s <= LIMIT_S), LIMIT_S)
-            self.censored |= bool(censored)
-            found |= {} if censored else {seed: rate}
+            found[seed] = measure.crossing(rates, at_s, ~(at_s <= LIMIT_S), LIMIT_S)
         return found
-
-    def gain(self, policy: str, other: str) -> dict[int, float]:
-        """How many QPS more the first policy bears, seed by seed."""
-        mine, theirs = self.capacity(policy), self.capacity(other)
-        return {seed: mine[seed] - theirs[seed] for seed in mine.keys() & theirs.keys()}
 
     def peak(self, metric: str, sign: float = -1.0) -> dict[int, float]:
         """By how many percent Po2's mean over seeds lies below (sign -1) or above llumnix_minus's, at the rate where
@@ -74,7 +80,7 @@ class Runs:
             return {}
         change = {qps: sign * 100 * (mine[qps].mean() / theirs[qps].mean() - 1) for qps in rates}
         best = max(change, key=change.get)
-        return (sign * 100 * (mine[best] / theirs[best] - 1)).to_dict()
+        return (sign * 100 * (mine[best] / theirs[best] - 1)).dropna().to_dict()
 
     def preemptions(self, policy: str) -> dict[int, float]:
         return self.of(policy, "preemptions", SATURATED_QPS).to_dict()
@@ -112,54 +118,67 @@ FIGURES = (
     Figure("preemptions at 32 QPS, Po2", 300, 12, "", lambda runs: runs.preemptions(PO2)),
 )
 NOTES = {True: "agrees", False: "differs", None: ""}
+OPPOSITE = {"": "", "above": "below", "below": "above"}
+BOUNDS = {"": "", "above": ">= ", "below": "<= "}
 
 
 def compare(summary: pd.DataFrame) -> pd.DataFrame:
-    """A row per figure of the paper: `what, paper, here, interval, difference, verdict`, as people read them.
+    """A row per figure of the paper: `what, paper, here, interval, difference, verdict, seeds, n`, for people.
 
     `summary` is the frame of a sweep over policies under their own names; one that is told exact lengths has a label
     that ends in `TRUE_LENGTHS`. `here` is the mean over seeds, `interval` its 95 % t-interval. The verdict is
     "agrees" where that interval and the paper's own margin overlap. "Most that" figures are those at the rate where
-    they are largest, as the paper picks them: picked after looking, they are high by luck. Raises InputError for a
-    frame without policies, rates and seeds.
+    they are largest, as the paper picks them: picked after looking, they are high by luck. Where a seed does not cross
+    the limit within the rates that ran, `here` is a bound (">= 33.00 QPS"), without interval and verdict. `seeds` is
+    how many `here` is the mean of, `n` the requests of a run. Raises InputError for a frame without policies, rates
+    and seeds.
     """
     import pandas as pd
 
     rows = [(f"{row.what}", *_shown(row)) for row in measured(summary).itertuples()]
-    return pd.DataFrame(rows, columns=["what", "paper", "here", "interval", "difference", "verdict"]).set_index("what")
+    names = ["what", "paper", "here", "interval", "difference", "verdict", "seeds", "n"]
+    return pd.DataFrame(rows, columns=names).set_index("what")
 
 
 def measured(summary: pd.DataFrame) -> pd.DataFrame:
-    """The numbers behind `compare`: `what, paper, within, unit, here, low, high, seeds, agrees, why_not`."""
+    """The numbers behind `compare`: `what, paper, within, unit, here, low, high, censored, seeds, n, agrees, why_not`.
+
+    `censored` is "above" or "below" where `here` is a bound, with the truth on that side of it, as in
+    `measure.Capacity`.
+    """
     import pandas as pd
 
     from astrolabe_lab import measure
 
-    measure.require_columns(summary, ("policy", "qps", "seed", "ttft_p99_s", "preemptions"))
+    measure.require_columns(summary, ("policy", "qps", "seed", "n", "ttft_p99_s", "preemptions"))
     rows = []
     for figure in FIGURES:
         runs = Runs(summary)
         values = list(figure.here(runs).values())
-        here, low, high = measure.t_interval(values) if values else (math.nan,) * 3
-        agrees = None
-        if values and not math.isnan(figure.value):
+        why_not = "beyond the rates" if len(runs.sides) > 1 else "" if values else "not run"
+        here, low, high = measure.t_interval(values) if not why_not else (math.nan,) * 3
+        agrees, censored = None, "" if why_not else "".join(runs.sides)
+        if censored:
+            low = high = math.nan
+        elif not why_not and not math.isnan(figure.value):
             half = 0.0 if math.isnan(low) else high - here
             agrees = abs(here - figure.value) <= figure.within + half
-        why_not = "" if values else "beyond the rates" if runs.censored else "not run"
         given = (figure.what, figure.value, figure.within, figure.unit)
-        rows.append((*given, here, low, high, len(values), agrees, why_not))
-    names = ["what", "paper", "within", "unit", "here", "low", "high", "seeds", "agrees", "why_not"]
+        rows.append((*given, here, low, high, censored, len(values), int(summary["n"].max()), agrees, why_not))
+    names = ["what", "paper", "within", "unit", "here", "low", "high", "censored", "seeds", "n", "agrees", "why_not"]
     return pd.DataFrame(rows, columns=names)
 
 
-def _shown(row) -> tuple[str, str, str, str, str]:
+def _shown(row) -> tuple[str, str, str, str, str, int, str]:
     unit = f" {row.unit}" if row.unit else ""
     digits = 0 if not row.unit or row.unit == "%" else 2
     paper = "several QPS lower" if math.isnan(row.paper) and row.unit == "QPS" else "lower"
     if not math.isnan(row.paper):
         paper = f"{row.paper:,.{min(digits, 1)}f}{unit}" + (f" ± {row.within:.1f}" if row.unit == "QPS" else "")
-    if row.why_not:
-        return paper, row.why_not, "", "", ""
+    size = row.seeds, f"{row.n:,}"
+    here = row.why_not or f"{BOUNDS[row.censored]}{row.here:,.{digits}f}{unit}"
+    if row.why_not or row.censored:
+        return paper, here, "", "", "", *size
     interval = "one seed" if math.isnan(row.low) else f"{row.low:,.{digits}f} .. {row.high:,.{digits}f}"
     difference = "" if math.isnan(row.paper) else f"{row.here - row.paper:+,.{digits}f}{unit}"
-    return paper, f"{row.here:,.{digits}f}{unit}", interval, difference, NOTES[row.agrees]
+    return paper, here, interval, difference, NOTES[row.agrees], *size

@@ -18,7 +18,9 @@ def sweep(knees, shift=(0.0, 0.1, -0.1), rates=RATES):
         for seed, off in enumerate(shift):
             for qps in rates:
                 tail_s = 10 * math.exp(2 * (qps - knee - off))
-                rows.append({"policy": policy, "qps": qps, "seed": seed, "ttft_p99_s": tail_s, "preemptions": 0})
+                rows.append(
+                    {"policy": policy, "qps": qps, "seed": seed, "n": 500, "ttft_p99_s": tail_s, "preemptions": 0}
+                )
     frame = pd.DataFrame(rows)
     for name in ("ttft_mean_s", "e2e_mean_s", "e2e_p99_s", "throughput_rps"):
         frame[name] = frame.get(name, frame["ttft_p99_s"])
@@ -52,11 +54,30 @@ def test_the_verdict_is_whether_the_interval_meets_the_papers_margin(knee, verdi
     assert table.loc["capacity, Po2", "difference"] == f"{knee - 31.6:+.2f} QPS"
 
 
-def test_what_did_not_run_and_what_never_crossed_is_said_so():
-    table = published.compare(sweep({published.PO2: 40.0, published.LLUMNIX: 31.0}))
-    assert table.here["capacity, Po2"] == "beyond the rates" and table.verdict["capacity, Po2"] == ""
-    assert table.here["capacity, Po4"] == "not run" and table.here["Po2 over Llumnix-"] == "beyond the rates"
-    assert table.here["capacity, Llumnix-"] == "31.00 QPS"
+def test_a_capacity_of_which_a_seed_crosses_beyond_the_rates_is_a_bound_without_verdict():
+    """The seeds that do cross are the weak ones: their mean alone lies too low."""
+    summary = sweep({published.PO2: 32.95, published.LLUMNIX: 29.95, published.PO4: 31.4})
+    table, found = published.compare(summary), rows(summary)
+    nothing_more = ["interval", "difference", "verdict"]
+    assert table.here["capacity, Po2"] == f">= {(32.95 + 33.0 + 32.85) / 3:.2f} QPS"
+    assert table.here["capacity, Llumnix-"] == f"<= {(30.0 + 30.05 + 30.0) / 3:.2f} QPS"
+    assert (table.loc[["capacity, Po2", "capacity, Llumnix-"], nothing_more] == "").all(axis=None)
+    assert found.censored[["capacity, Po2", "capacity, Llumnix-", "capacity, Po4"]].tolist() == ["above", "below", ""]
+    assert (table.seeds["capacity, Po2"], table.n["capacity, Po2"]) == (3, "500")
+
+
+def test_a_gain_over_a_policy_is_bounded_on_the_side_where_the_truth_may_lie():
+    table = published.compare(sweep({published.PO2: 40.0, published.LLUMNIX: 31.0, published.PO4: 31.5}))
+    assert table.here["Po2 over Llumnix-"] == ">= 2.00 QPS" and table.here["Po4 over Po2"] == "<= -1.50 QPS"
+    assert (table.verdict[["Po2 over Llumnix-", "Po4 over Po2"]] == "").all()
+    table = published.compare(sweep({published.PO2: 40.0, published.LLUMNIX: 41.0}))
+    assert table.here["Po2 over Llumnix-"] == "beyond the rates"
+
+
+def test_what_did_not_run_is_said_so():
+    table = published.compare(sweep({published.LLUMNIX: 31.0}))
+    assert table.here["capacity, Po4"] == "not run" and table.here["Po2 over Llumnix-"] == "not run"
+    assert table.here["capacity, Llumnix-"] == "31.00 QPS" and table.seeds["capacity, Po4"] == 0
 
 
 def test_the_most_that_is_gained_is_that_of_the_best_rate_and_its_spread_that_of_the_seeds_there():
