@@ -8,7 +8,7 @@ import pytest
 
 from astrolabe_lab import InputError
 from astrolabe_lab.calibrate import SimulatedTarget, calibrate, load
-from astrolabe_lab.cli import main
+from astrolabe_lab.cli import _parse, main
 from astrolabe_lab.cli.calibrate import calibrated
 from astrolabe_lab.cli.route_pools import are_meant, pool_router
 from astrolabe_lab.cost import StepCost
@@ -26,18 +26,9 @@ def file(tmp_path_factory):
 
 
 def options(**given):
-    known = dict.fromkeys(
-        "calibration constants_from cluster engines prefill decode preset policy sidecars journal tokenizer".split()
-    )
-    more = {
-        "engine": "",
-        "model": "m",
-        "time_scale": 1.0,
-        "lengths": "constant:64",
-        "journal_prompts": False,
-        "seed": 0,
-    }
-    return SimpleNamespace(**known | more | given)
+    """The options of ``astrolabe route``, where not given its own defaults."""
+    known = vars(_parse(["route", "--engines", "replaced"])) | {"engines": None, "model": "m"}
+    return SimpleNamespace(**known | given)
 
 
 def test_the_command_writes_the_file_its_figures_and_one_json_object(tmp_path, capsys):

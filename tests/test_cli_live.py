@@ -12,10 +12,11 @@ import aiohttp
 from published_engines import publish
 from scripted_engine import scripted_engines
 
-from astrolabe_lab.cli import main
+from astrolabe_lab.cli import _parse, live, main
 from astrolabe_lab.cost import preset
 from astrolabe_lab.engines.cluster_file import write_cluster
 from astrolabe_lab.serve import journal
+from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.status.published import StatusWriter
 
@@ -82,12 +83,32 @@ def test_a_router_asks_the_sidecars_of_its_cluster_and_goes_where_they_say(tmp_p
 def test_wrong_words_are_answered_with_what_is_allowed(tmp_path, capsys):
     places = [{"url": "http://127.0.0.1:9", "role": "engine", "status": str(tmp_path / "s"), "log": ""}]
     write_cluster(tmp_path, places, CONFIG, PRESET.cost, 1.0, "m", "", "emulated")
-    cluster = ["--cluster", str(tmp_path)]
+    cluster, pools = ["--cluster", str(tmp_path)], ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9"]
     for words, told in (
         (["sidecar", *cluster, "--instance", "3"], "engines 0..0"),
         (["route", *cluster, "--sidecars", "http://a,http://b"], "must name 1 URLs"),
         (["route", *cluster, "--sidecars", "ftp://a"], "must name 1 URLs"),
         (["route", *cluster, "--sidecars", "http://a", "--deadline-ms", "0"], "--deadline-ms"),
+        (["route", *cluster, "--deadline-ms", "20"], "give --sidecars too"),
+        (["route", *cluster, "--sidecars", "http://a", "--policy", "astrolabe:foresight=both"], "without foresight"),
+        (["route", *cluster, "--sidecars", "http://a", "--cost", "base_s=1"], "--cost does not reach the sidecars"),
+        (
+            ["route", *cluster, "--sidecars", "http://a", "--constants-from", "C.json"],
+            "--constants-from does not reach",
+        ),
+        (["route", *cluster, "--journal-prompts"], "give --journal FILE too"),
+        (["route", *cluster, "--preset", "llama2-7b-a30"], "tells its step cost; --cost key=value,... changes it"),
+        (["route", *cluster, "--engine", "max_num_seqs=8"], "--engine is of engines at URLs"),
+        (["route", *cluster, "--model", "m"], "--model is of engines at URLs"),
+        (["route", *cluster, "--time-scale", "1"], "--time-scale is of engines at URLs"),
+        (["route", *cluster, "--time-scale", "nan"], "argument --time-scale: 'nan' is not a number > 0"),
+        (["route", *cluster, "--port", "70000"], "argument --port: '70000' is not a whole number from 0"),
+        (["route", *cluster, "--seed", "-1"], "argument --seed: '-1' is not a whole number from 0 up"),
+        (["route", *cluster, "--tries", "0"], "argument --tries: '0' is not a whole number from 1 up"),
+        (["route", *cluster, "--max-in-flight", "many"], "argument --max-in-flight: 'many' is not a whole number"),
+        (["route", *cluster, "--first-byte-s", "0"], "argument --first-byte-s: '0' is not a number > 0"),
+        (["route", *pools, "--cost", "base_s=1"], "the policies of pools price with constants"),
+        (["sidecar", *cluster, "--instance", "0", "--cost", "base_s=1"], "leave --preset and --cost out"),
         (
             ["route", "--engines", "http://127.0.0.1:9", "--policy", "astrolabe"],
             "no Predictor: give the router a preset",
@@ -95,3 +116,26 @@ def test_wrong_words_are_answered_with_what_is_allowed(tmp_path, capsys):
     ):
         assert main(words) == 2
         assert told in capsys.readouterr().err
+
+
+def test_a_preset_gives_the_step_cost_that_a_cluster_does_not_tell(tmp_path, capsys):
+    places = [{"url": "http://127.0.0.1:9", "role": "engine", "status": str(tmp_path / "s"), "log": ""}]
+    write_cluster(tmp_path, places, CONFIG, None, 1.0, "m", "", "hardware")
+    cluster = ["--cluster", str(tmp_path)]
+
+    def cost(*words):
+        return live._router(_parse(["route", *cluster, *words])).instances[0].predictor.cost
+
+    assert cost("--preset", "llama2-7b-a30") == PRESET.cost
+    assert cost("--cost", "base_s=0.5").to_dict()["decode"]["base_s"] == 0.5
+    assert main(["route", *cluster, "--preset", "llama2-7b-a30", "--calibration", "C.json"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+    assert main(["sidecar", *cluster, "--instance", "0"]) == 2
+    assert "has no step cost to predict with: give --cost, or --preset" in capsys.readouterr().err
+
+
+def test_a_router_is_bounded_as_its_options_say(tmp_path):
+    words = ["route", "--engines", "http://127.0.0.1:9", "--policy", "round_robin"]
+    assert live._router(_parse(words)).limits == Limits()
+    bounded = live._router(_parse([*words, "--max-in-flight", "7", "--first-byte-s", "1.5", "--tries", "1"]))
+    assert bounded.limits == Limits(in_flight=7, first_byte_s=1.5, tries=1)

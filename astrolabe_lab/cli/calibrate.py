@@ -112,6 +112,19 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.2f} ms"
 
 
+def step_cost(args, own=None):
+    """The step cost to predict with by --preset and --cost, of engines whose cluster tells its ``own`` or None; None
+    where nobody says. Raises InputError for a preset where the cluster tells."""
+    from astrolabe_lab.cost import StepCost, preset
+
+    if args.preset and own is not None:
+        raise InputError(
+            f"--preset {args.preset}: cluster {args.cluster!r} tells its step cost; --cost key=value,... changes it"
+        )
+    cost = preset(args.preset).cost if args.preset else own
+    return StepCost.parse(args.cost, cost) if args.cost else cost
+
+
 def calibrated(args, model: str, config, cost=None):
     """(engine flags, calibration) of a router with these options; without a calibration (``config``, None).
 
@@ -125,6 +138,8 @@ def calibrated(args, model: str, config, cost=None):
 
     if args.calibration and args.constants_from:
         raise InputError("give --calibration, or --constants-from, which is not checked; not both")
+    if args.cluster and getattr(args, "preset", None) and (args.calibration or args.constants_from):
+        raise InputError("--preset and a calibration both tell the step cost of a cluster: give one of them")
     given = bool(args.cluster or args.engine or getattr(args, "preset", None))
     if args.constants_from:
         print(f"constants from {args.constants_from}, whatever they belong to", file=sys.stderr)

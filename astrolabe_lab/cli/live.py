@@ -15,7 +15,8 @@ import sys
 import threading
 from pathlib import Path
 
-from astrolabe_lab.cli.values import number, whole
+from astrolabe_lab.cli.limits import add_limits, limits_of
+from astrolabe_lab.cli.values import number, port, whole
 from astrolabe_lab.errors import InputError
 
 LAUNCH_SUMMARY = "start vLLM engines and keep them until SIGTERM"
@@ -28,6 +29,7 @@ LAUNCH_DETAILS = (
 ROUTE_SUMMARY = "serve an OpenAI-compatible router in front of running engines"
 ROUTE_EXAMPLE = "astrolabe route --cluster /tmp/astrolabe-cluster-x --policy astrolabe:k=2 --port 8000"
 ROUTE_DETAILS = "Prints one JSON line with its URL when it serves."
+DEADLINE_MS = 50.0
 
 
 def add_launch(parser: argparse.ArgumentParser) -> None:
@@ -95,10 +97,10 @@ def add_route(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|NAME",
         help="a calibration of whatever cluster, unchecked; for pools also paper, paper-simulator",
     )
-    parser.add_argument("--preset", metavar="NAME", help="engine and step cost for the Predictors (with --engines)")
-    parser.add_argument("--engine", default="", metavar="key=value,...", help="engine flags, where not the preset's")
-    parser.add_argument("--cost", default="", metavar="key=value,...", help="step cost, if not the preset's")
-    parser.add_argument("--model", default="emulated", metavar="NAME,...", help="model names to answer to")
+    parser.add_argument("--preset", metavar="NAME", help="step cost for the Predictors; of --engines, their flags too")
+    parser.add_argument("--engine", default="", metavar="key=value,...", help="flags of --engines, if not the preset's")
+    parser.add_argument("--cost", default="", metavar="key=value,...", help="change the step cost, or give it")
+    parser.add_argument("--model", metavar="NAME,...", help="that --engines serve (default: emulated)")
     parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer to count prompts with (default: learned ratio)")
     parser.add_argument(
         "--lengths",
@@ -107,17 +109,20 @@ def add_route(parser: argparse.ArgumentParser) -> None:
         help="constant:N, or tagger:DIR or tagger:URL with ,constant=N,deadline_ms=X (default: constant:256)",
     )
     parser.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=0, metavar="P", help="to listen on (default: a free one)")
+    parser.add_argument("--port", type=port, default=0, metavar="P", help="to listen on (default: a free one)")
     parser.add_argument(
         "--sidecars", metavar="URL,...", help="ask these Predictors (astrolabe sidecar), one an engine, in its order"
     )
     parser.add_argument(
-        "--deadline-ms", type=float, default=50.0, metavar="X", help="for the sidecars' answers (default: 50)"
+        "--deadline-ms", type=number(above=0), metavar="X", help=f"for the sidecars' answers (default: {DEADLINE_MS:g})"
     )
     parser.add_argument("--journal", metavar="FILE", help="append every decision and outcome to this file")
     parser.add_argument("--journal-prompts", action="store_true", help="with their prompts, to train a length model on")
-    parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="of the engines (with --engines)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the policy's draws")
+    parser.add_argument(
+        "--time-scale", type=number(above=0), metavar="X", help="of --engines: wall s per modelled s (default: 1)"
+    )
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of the policy's draws (default: 0)")
+    add_limits(parser.add_argument)
 
 
 def route(args):
@@ -127,6 +132,7 @@ def route(args):
     from astrolabe_lab.serve import event_loop
     from astrolabe_lab.serve.listen import listening
 
+    _check(args)
     router = route_pools.pool_router(args) if route_pools.are_meant(args) else _router(args)
     key = os.environ.get("ASTROLABE_API_KEY")
     router.api_key = key or None
@@ -146,9 +152,28 @@ def route(args):
     return None, None
 
 
+def _check(args) -> None:
+    """Raise InputError for options that would say nothing beside others."""
+    if args.cluster:
+        of_engines = {"--engine": args.engine, "--model": args.model, "--time-scale": args.time_scale}
+        if given := [name for name, value in of_engines.items() if value]:
+            raise InputError(f"{given[0]} is of engines at URLs (--engines): the folder of --cluster says its own")
+    if args.sidecars:
+        costs = ("calibration", "constants_from", "preset", "cost")
+        if given := [name for name in costs if getattr(args, name)]:
+            option = f"--{given[0].replace('_', '-')}"
+            raise InputError(
+                f"{option} does not reach the sidecars, which predict: astrolabe sidecar has --preset, --cost"
+            )
+    if args.deadline_ms and not args.sidecars:
+        raise InputError("--deadline-ms is for the answers of sidecars: give --sidecars too")
+    if args.journal_prompts and not args.journal:
+        raise InputError("--journal-prompts go into the journal: give --journal FILE too")
+
+
 def _router(args):
     from astrolabe_lab import policies
-    from astrolabe_lab.cli.calibrate import calibrated
+    from astrolabe_lab.cli.calibrate import calibrated, step_cost
     from astrolabe_lab.cost import StepCost
     from astrolabe_lab.cost import preset as preset_of
     from astrolabe_lab.engines.cluster_file import read_cluster
@@ -161,24 +186,22 @@ def _router(args):
 
     args.policy = args.policy or "astrolabe"
     policy = policies.parse(args.policy)
-    tokenizer, models, time_scale = args.tokenizer, args.model.split(","), args.time_scale
+    tokenizer, models, time_scale = args.tokenizer, (args.model or "emulated").split(","), args.time_scale or 1.0
     if args.cluster:
         cluster = read_cluster(args.cluster)
-        config, cost, time_scale = cluster.config, cluster.cost, cluster.time_scale
+        config, time_scale, own = cluster.config, cluster.time_scale, cluster.cost
         places = [(e["url"], Path(e["status"])) for e in cluster.engines]
         tokenizer, models = tokenizer or cluster.tokenizer, [cluster.model]
     else:
-        chosen = preset_of(args.preset) if args.preset else None
-        base = EngineConfig.from_dict(chosen.engine) if chosen else None
-        config, cost = EngineConfig.parse(args.engine, base), chosen.cost if chosen else None
+        base = EngineConfig.from_dict(preset_of(args.preset).engine) if args.preset else None
+        config, own = EngineConfig.parse(args.engine, base), None
         places = [(url.strip().rstrip("/"), None) for url in args.engines.split(",") if url.strip()]
         if bad := [url for url, _ in places if not url.startswith(("http://", "https://"))]:
             raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
-    config, calibration = calibrated(args, models[0], config, cost)
+    cost = step_cost(args, own)
+    config, calibration = calibrated(args, models[0], config, own)
     if calibration is not None:
-        cost = calibration.cost
-    if args.cost:
-        cost = StepCost.parse(args.cost, cost)
+        cost = StepCost.parse(args.cost, calibration.cost) if args.cost else calibration.cost
     instances, foresight = instances_of(places, policy, config, cost)
     router = Router(
         instances,
@@ -188,6 +211,7 @@ def _router(args):
         ByTokenizer(tokenizer) if tokenizer else ByBytes(),
         lengths_of(args.lengths),
         time_scale=time_scale,
+        limits=limits_of(args),
         journal=Journal(args.journal) if args.journal else None,
         keep_prompts=args.journal_prompts,
         seed=args.seed,
@@ -212,9 +236,8 @@ def _sidecars(args, engines: int, time_scale: float):
     urls = [url.strip().rstrip("/") for url in args.sidecars.split(",")]
     if len(urls) != engines or not all(url.startswith(("http://", "https://")) for url in urls):
         raise InputError(f"--sidecars {args.sidecars!r} must name {engines} URLs, one an engine, in its order")
-    if not 0 < args.deadline_ms < 1e6:
-        raise InputError(f"--deadline-ms {args.deadline_ms:g} must be a number of milliseconds > 0")
-    return RemotePredictors(dict(enumerate(urls)), args.deadline_ms / 1e3, lambda: time.monotonic() / time_scale)
+    deadline_s = (args.deadline_ms or DEADLINE_MS) / 1e3
+    return RemotePredictors(dict(enumerate(urls)), deadline_s, lambda: time.monotonic() / time_scale)
 
 
 def _announce(record: dict) -> None:

@@ -23,6 +23,7 @@ def are_meant(args) -> bool:
 def pool_router(args):
     """The PoolRouter. Raises InputError for options that do not fit together, or a calibration of another cluster."""
     from astrolabe_lab.cli.calibrate import calibrated
+    from astrolabe_lab.cli.limits import limits_of
     from astrolabe_lab.disagg import routers
     from astrolabe_lab.disagg.constants import NAMED, Constants
     from astrolabe_lab.engines.cluster_file import read_cluster
@@ -37,6 +38,10 @@ def pool_router(args):
     policy = routers.parse(args.policy)
     if args.sidecars:
         raise InputError("--sidecars predict for whole engines; the policies of pools price with constants")
+    if args.preset or args.cost:
+        raise InputError(
+            "--preset and --cost are of Predictors; the policies of pools price with constants (--calibration)"
+        )
     cost, source = None, "hardware"
     if args.cluster:
         cluster = read_cluster(args.cluster)
@@ -47,9 +52,9 @@ def pool_router(args):
         ]
         tokenizer, models = args.tokenizer or cluster.tokenizer, [cluster.model]
     else:
-        config, time_scale = EngineConfig.parse(args.engine), args.time_scale
+        config, time_scale = EngineConfig.parse(args.engine), args.time_scale or 1.0
         places = [_urls(args.prefill), _urls(args.decode)]
-        tokenizer, models = args.tokenizer, args.model.split(",")
+        tokenizer, models = args.tokenizer, (args.model or "emulated").split(",")
     if args.constants_from in NAMED:
         calibration, constants = None, Constants.read(args.constants_from)
     else:
@@ -64,7 +69,7 @@ def pool_router(args):
     router = PoolRouter(
         [Instance(i, url, config, None, status) for i, (url, status) in enumerate([*prefill, *decode])],
         policy, args.policy, models, ByTokenizer(tokenizer) if tokenizer else ByBytes(), lengths_of(args.lengths),
-        time_scale=time_scale, journal=Journal(args.journal) if args.journal else None,
+        time_scale=time_scale, limits=limits_of(args), journal=Journal(args.journal) if args.journal else None,
         keep_prompts=args.journal_prompts, seed=args.seed, name_requests=bool(args.cluster), source=source,
         n_prefill=len(prefill), constants=constants,
     )  # fmt: skip

@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from astrolabe_lab.cli.values import whole
+from astrolabe_lab.cli.calibrate import step_cost
+from astrolabe_lab.cli.values import port, whole
 from astrolabe_lab.errors import InputError
 
 SUMMARY = "serve the Predictor of one engine, for routers that do not predict themselves"
@@ -19,8 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--cluster", required=True, metavar="DIR", help="folder of a cluster that astrolabe launch started")
     add("--instance", required=True, type=whole(0), metavar="I", help="which of its engines")
+    add("--preset", metavar="NAME|FILE", help="step cost of a cluster that tells none; or a calibration")
+    add("--cost", default="", metavar="key=value,...", help="the same, or changes to the preset's")
     add("--host", default="127.0.0.1", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
-    add("--port", type=whole(0), default=0, metavar="P", help="to listen on (default: a free one)")
+    add("--port", type=port, default=0, metavar="P", help="to listen on (default: a free one)")
 
 
 def sidecar(args: argparse.Namespace) -> tuple[None, None]:
@@ -34,10 +37,18 @@ def sidecar(args: argparse.Namespace) -> tuple[None, None]:
     cluster = read_cluster(args.cluster)
     if args.instance >= len(cluster.engines):
         raise InputError(f"instance {args.instance}: the cluster has engines 0..{len(cluster.engines) - 1}")
-    if cluster.cost is None:
-        raise InputError(f"cluster {args.cluster!r} has no step cost to predict with; notebook 22 fits one")
+    if cluster.cost is not None and (args.preset or args.cost):
+        raise InputError(
+            f"cluster {args.cluster!r} tells its step cost, which routers journal: leave --preset and --cost out"
+        )
+    cost = step_cost(args, cluster.cost)
+    if cost is None:
+        raise InputError(
+            f"cluster {args.cluster!r} has no step cost to predict with: give --cost, or --preset with a calibration "
+            "(astrolabe calibrate makes one, and notebook 22 fits a cost)"
+        )
     engine = cluster.engines[args.instance]
-    predictor = Predictor(cluster.config, cluster.cost)
+    predictor = Predictor(cluster.config, cost)
     predictor.predict(empty_status(0.0, cluster.config), Request(-1, 0.0, 16, 16))  # compiles, before anybody waits
     instance = Instance(args.instance, engine["url"], cluster.config, predictor, Path(engine["status"]))
     with listen(args.host, args.port) as sock:

@@ -17,6 +17,13 @@ def whole(low):
     return parse
 
 
+def port(text):
+    """A number of a port to listen on; 0 is a free one."""
+    if not (text.isascii() and text.isdigit()) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 (a free one) to 65535")
+    return int(text)
+
+
 def number(above=None):
     """A parser of finite numbers >= 0, or > ``above``."""
 

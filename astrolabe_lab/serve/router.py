@@ -71,6 +71,10 @@ class Router:
     def __post_init__(self):
         if not self.instances:
             raise InputError("a router needs at least one engine")
+        if self.ask is not None and getattr(self.policy, "foresight", "none") != "none":
+            raise InputError(
+                f"policy {self.policy_name!r}: sidecars predict without foresight; leave foresight or the sidecars out"
+            )
         # Two routers over one cluster must not give one number twice, even if they started together.
         self._next_rid = (int(time.time() * 1e3) << 20) + secrets.randbits(20)
         self.records = Records(self.now_s, self.policy_name, self.journal, self.keep_prompts)

@@ -1,0 +1,26 @@
+"""What bounds a router, as options of ``astrolabe route``; the rest of ``serve.limits.Limits`` is as it is there."""
+
+from __future__ import annotations
+
+from astrolabe_lab.cli.values import number, whole
+from astrolabe_lab.serve.limits import Limits
+
+
+def add_limits(add) -> None:
+    default = Limits()
+    add(
+        "--max-in-flight", type=whole(1), default=default.in_flight, metavar="N",
+        help=f"requests in all; further ones get 429 (default: {default.in_flight})",
+    )  # fmt: skip
+    add(
+        "--first-byte-s", type=number(above=0), default=default.first_byte_s, metavar="S",
+        help=f"modelled s that an engine has for its first byte (default: {default.first_byte_s:g})",
+    )  # fmt: skip
+    add(
+        "--tries", type=whole(1), default=default.tries, metavar="N",
+        help=f"engines that one request is tried at, at most (default: {default.tries})",
+    )  # fmt: skip
+
+
+def limits_of(args) -> Limits:
+    return Limits(in_flight=args.max_in_flight, first_byte_s=args.first_byte_s, tries=args.tries)
