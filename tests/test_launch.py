@@ -12,9 +12,12 @@ import pytest
 
 from astrolabe_lab.engines import launch as launching
 from astrolabe_lab.engines import leftovers
+from astrolabe_lab.engines.emulation import Disturbance
 from astrolabe_lab.engines.engine_process import Engine, EngineError, _environment
+from astrolabe_lab.engines.running import Cluster
 from astrolabe_lab.engines.supervisor import MOST_RESTARTS, Supervisor
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.sim.config import EngineConfig
 
 FAKE = str(Path(__file__).with_name("fake_engine.py"))
 WAIT_S = 60
@@ -177,6 +180,47 @@ def test_engines_whose_guard_is_gone_are_named_with_the_command_that_ends_them(t
     finally:
         orphan.kill()
         orphan.wait()
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """``launch`` starts fake engines, which tell nothing of themselves."""
+
+    def of(preset, engine, cost, time_scale, asynchronous, name, instances):
+        return lambda root: Cluster(
+            [fake(root, i) for i in range(instances)], root, EngineConfig(), None, "emulated", 1.0, "m", "t"
+        )
+
+    monkeypatch.setattr(launching.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(launching, "_emulated", of)
+    monkeypatch.setattr(launching, "_settle", lambda cluster: None)
+    return lambda folder, **options: launching.launch(1, folder=folder, progress=lambda line: None, **options)
+
+
+def test_a_folder_that_is_used_again_keeps_nothing_of_its_earlier_cluster_but_the_logs(tmp_path, fakes):
+    with fakes(tmp_path) as first:
+        (engine,) = first.engines
+        first.disturb(0, stalled=True)
+        for path in (engine.status, engine.steps, engine.facts, engine.pace):
+            path.write_text("of the first")
+    left = []
+
+    def prepare(cluster):
+        left.extend(path.name for path in tmp_path.rglob("*") if path.is_file())
+
+    with fakes(tmp_path, prepare=prepare) as second:
+        assert not Disturbance(str(second.engines[0].control)).now().stalled
+    assert left == ["log.txt"]
+
+
+def test_a_folder_whose_engines_still_run_is_refused_and_they_run_on(tmp_path, fakes, running):
+    engine = running()
+    until(engine.ready)
+    engine.facts.write_text("{}")
+    with pytest.raises(InputError, match=rf"whose processes .*{engine.pids()[0]}.* still run: end them, or name"):
+        fakes(tmp_path)
+    assert engine.serves() and engine.facts.exists()
+    fakes(tmp_path / "other").close()
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim.config import EngineConfig
 
 VERSION = 1
+CLUSTER_FILE = "cluster.json"
 
 
 @dataclass(frozen=True)
@@ -33,14 +34,14 @@ def write_cluster(folder: Path, engines, config, cost, time_scale, model, tokeni
         "version": VERSION, "world": world, "model": model, "tokenizer": str(tokenizer), "time_scale": time_scale,
         "engine": asdict(config), "cost": cost and cost.to_dict(), "engines": engines,
     }  # fmt: skip
-    unfinished = folder / "cluster.json.new"
+    unfinished = folder / (CLUSTER_FILE + ".new")
     unfinished.write_text(json.dumps(record, indent=1))
-    os.replace(unfinished, folder / "cluster.json")
+    os.replace(unfinished, folder / CLUSTER_FILE)
 
 
 def read_cluster(folder: str | Path) -> ClusterFile:
     """The cluster of ``folder``. Raises InputError where there is none."""
-    path = Path(folder) / "cluster.json"
+    path = Path(folder) / CLUSTER_FILE
     try:
         raw = json.loads(path.read_text())
     except OSError as error:

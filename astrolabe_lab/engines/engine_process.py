@@ -76,6 +76,11 @@ class Engine:
     def log(self) -> Path:
         return self.folder / "log.txt"
 
+    def forget(self) -> None:
+        """Remove what an earlier engine in this folder told and was told, but for its log."""
+        for path in (self.status, self.steps, self.facts, self.control, self.pace):
+            path.unlink(missing_ok=True)
+
     def start(self) -> None:
         """Start it, on a free port the first time and on the same one again; ``ready`` tells when it serves."""
         self.folder.mkdir(parents=True, exist_ok=True)

@@ -61,8 +61,8 @@ def launch(
     something went wrong). ``restart``: start an engine again that ends. ``progress`` gets one line at a time (default:
     standard error). ``prepare`` gets the cluster before its engines start, to change their commands.
 
-    Raises InputError for what cannot start here (no vLLM, too little memory, no such GPU), and EngineError with the
-    tail of the log for an engine that ended, or does not serve after ``timeout_s``.
+    Raises InputError for what cannot start here (no vLLM, too little memory, no such GPU, a folder whose engines still
+    run), and EngineError with the tail of the log for an engine that ended, or does not serve after ``timeout_s``.
     """
     say = progress or (lambda line: print(line, file=sys.stderr, flush=True))
     if world not in WORLDS:
@@ -83,8 +83,14 @@ def launch(
             raise InputError("preset and time_scale are for emulated engines: real ones run in real time")
         make = _hardware(wants, engine, cost, async_scheduling, model_name, instances)
     root = Path(folder).expanduser().resolve() if folder else Path(tempfile.mkdtemp(prefix="astrolabe-cluster-"))
+    if running := leftovers.processes_of(root):
+        raise InputError(
+            f"folder {str(root)!r} is that of a cluster whose processes {' '.join(map(str, running))} still run: end "
+            "them, or name another folder"
+        )
     root.mkdir(parents=True, exist_ok=True)
     cluster = make(root)
+    cluster.forget()
     cluster.temporary = folder is None
     if prepare is not None:
         prepare(cluster)

@@ -1,8 +1,11 @@
-"""Engines of earlier clusters that still run although nothing holds them."""
+"""Engines of earlier clusters that still run, held by another process or by none any more."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 from .guard import CLUSTER, GUARD
 
@@ -12,19 +15,33 @@ def leftovers() -> list[dict]:
     import psutil
 
     found = []
-    for process in psutil.process_iter(["pid", "uids"]):
-        try:
-            if process.info["uids"].real != os.getuid():
-                continue
-            environment = process.environ()
-            guard = environment.get(GUARD, "")
-            if CLUSTER not in environment or not guard.isdigit() or _guards(int(guard)):
-                continue
+    for process, environment in _of_clusters():
+        guard = environment.get(GUARD, "")
+        if not guard.isdigit() or _guards(int(guard)):
+            continue
+        with contextlib.suppress(psutil.Error):
             memory = process.memory_info().rss >> 20
-            found.append({"pid": process.info["pid"], "cluster": environment[CLUSTER], "memory_mib": memory})
+            found.append({"pid": process.pid, "cluster": environment[CLUSTER], "memory_mib": memory})
+    return found
+
+
+def processes_of(folder: str | Path) -> list[int]:
+    """The processes of this user that belong to the cluster in ``folder`` (an absolute path), guards included."""
+    return [process.pid for process, environment in _of_clusters() if environment[CLUSTER] == str(folder)]
+
+
+def _of_clusters() -> Iterator[tuple]:
+    """(process, its environment) of this user's clusters."""
+    import psutil
+
+    for process in psutil.process_iter(["uids"]):
+        try:
+            own = process.info["uids"].real == os.getuid()
+            environment = process.environ() if own else {}
         except (psutil.Error, AttributeError):
             continue
-    return found
+        if CLUSTER in environment:
+            yield process, environment
 
 
 def describe(found: list[dict]) -> list[str]:

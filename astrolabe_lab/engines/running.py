@@ -13,7 +13,7 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim.config import EngineConfig
 
 from . import emulation, step_log
-from .cluster_file import write_cluster
+from .cluster_file import CLUSTER_FILE, write_cluster
 from .engine_process import Engine
 from .supervisor import Supervisor
 
@@ -100,6 +100,12 @@ class Cluster:
         if self.world != "emulated":
             raise InputError("only emulated engines can be disturbed")
         return emulation.disturb(self.engines[instance].control, **changes)
+
+    def forget(self) -> None:
+        """Remove what an earlier cluster in this folder left for others to read, or was told; its logs stay."""
+        (self.folder / CLUSTER_FILE).unlink(missing_ok=True)
+        for engine in self.engines:
+            engine.forget()
 
     def watch(self, restart: bool, say: Callable[[str], None]) -> None:
         """Have the engines watched from now on (``supervisor``)."""
