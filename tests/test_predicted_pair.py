@@ -6,9 +6,12 @@ import pytest
 import astrolabe_lab as lab
 from astrolabe_lab.arrivals import with_arrivals
 from astrolabe_lab.disagg import routers, simulate_pools
+from astrolabe_lab.disagg.constants import PAPER
 from astrolabe_lab.disagg.predicted import PredictedPair
+from astrolabe_lab.disagg.view import IN_FLIGHT, POLLED, PoolsView
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import families
+from astrolabe_lab.request import Request
 
 
 def trace_of(n, qps, seed=0):
@@ -55,6 +58,25 @@ def test_a_request_that_can_never_run_is_priced_out():
     trace["predicted_tokens"] = [10, 70_000, 10, 10]
     simulate_pools(trace, recorder)
     assert np.isinf(recorder.kept[1]).all() and np.isfinite(recorder.kept[2]).all()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "predicted", "streamed"),
+    [
+        (3000, 50, 0),  # its prompt alone is too large
+        (500, 10_000, 0),  # its answer will be
+        (1000, 10_000, 500),  # and this one decodes, in the memory that the newcomer waits for
+        (1590, 100, 60),  # it has more than there can be
+    ],
+)
+def test_a_forecast_ends_though_what_is_in_flight_has_no_room_in_the_believed_memory(prompt, predicted, streamed):
+    known = np.zeros(1, IN_FLIGHT)
+    known["prompt_tokens"], known["predicted_tokens"], known["streamed"] = prompt, predicted, streamed
+    known["prefilled_s"], known["first_token_s"] = 1.0, 1.0 if streamed else np.nan
+    polled = np.zeros(1, POLLED)
+    view = PoolsView(2.0, polled, polled, known, PAPER.with_(kv_capacity_tokens=1600))
+    ttft_s, e2e_s = PredictedPair().predict(Request(7, 2.0, 200, 20), view, 0, 0)
+    assert 0 < ttft_s < e2e_s < 60
 
 
 def test_the_pair_with_the_lowest_predicted_ttft_gives_shorter_waits_than_turns():

@@ -98,7 +98,11 @@ class Scratch:
 
     def forward(self, known, prefill: int, decode: int, request, now_s: float) -> tuple[float, float]:
         """(TTFT, E2E) of the request, sent now to its own pair of engines; ``known``: IN_FLIGHT rows that matter to
-        them."""
+        them.
+
+        By the constants an engine may have no room for what is in flight there: a request that is too large already is
+        left out, one that will be is taken to end when it fills the memory.
+        """
         from astrolabe_lab.disagg import kernel
         from astrolabe_lab.disagg.state import ENDED, LOCAL, MOVING
         from astrolabe_lab.sim.state import RUNNING
@@ -106,6 +110,9 @@ class Scratch:
         prompt, output = request.prompt_tokens, request.predicted_tokens
         if self.config.rejects(prompt, output):
             return np.inf, np.inf
+        most = self.config.request_blocks * self.config.block_size + 1 - known["prompt_tokens"]
+        fits = most > known["streamed"]
+        known, most = known[fits], most[fits]
         n = len(known)
         self._room(n + 1)
         pools, way = self.pools, self.pools.way
@@ -116,7 +123,7 @@ class Scratch:
             state.requests["prompt"][n] = prompt
         left = np.maximum(known["predicted_tokens"] - known["streamed"], 0)
         q, e = pools.decode.requests, pools.decode.engines
-        q["output"][:n] = known["streamed"] + np.where(left > 0, left, EXTENSION_TOKENS)
+        q["output"][:n] = np.minimum(known["streamed"] + np.where(left > 0, left, EXTENSION_TOKENS), most)
         q["output"][n] = output
         started = ~np.isnan(known["prefilled_s"])
         # Decode has no more seats and memory than it says: who finds none there is taken to wait.
@@ -142,6 +149,8 @@ class Scratch:
         step_s = self.cost.decode.base_s + self.cost.decode.per_seq_s * (m + 1)
         until_s = now_s + self.cost.mixed.base_s + output * step_s
         while way["phase"][n] != ENDED:
+            if until_s == np.inf:
+                return np.inf, np.inf
             kernel.run(pools, until_s)
             until_s = now_s + 2 * (until_s - now_s)
         return float(q["first_token_s"][n] - now_s), float(q["finished_s"][n] - now_s)
