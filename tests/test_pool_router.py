@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from scripted_pools import scripted_pools
 
-from astrolabe_lab import InputError
-from astrolabe_lab.disagg import routers
+from astrolabe_lab import InputError, length
+from astrolabe_lab.arrivals import with_arrivals
+from astrolabe_lab.disagg import routers, simulate_pools
 from astrolabe_lab.disagg.constants import PAPER
 from astrolabe_lab.disagg.policies import LeastLoadedPair, RoundRobinPair
+from astrolabe_lab.generators import families
 from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.limits import Limits
@@ -254,6 +256,45 @@ def test_a_policy_sees_the_ledger_as_tokens_stream_and_pools_numbered_from_zero(
     assert 2 < row["streamed"] < 40 and row["sent_s"] <= row["prefilled_s"] <= row["first_token_s"]
     assert later[1]["instance"].tolist() == [0] and later[2]["instance"].tolist() == [0, 1]
     assert (later[2]["capacity_tokens"] == 1055 * 16).all()
+
+
+def test_warming_up_leaves_the_policy_as_it_is_and_shows_a_copy_of_it_a_request_in_flight(tmp_path):
+    async def story():
+        async with scripted_pools(2, 3) as (prefill, decode):
+            seen = []
+
+            class Noting(RoundRobinPair):
+                def choose(self, request, cluster, rng):
+                    seen.append((len(cluster.prefill), len(cluster.decode), cluster.in_flight.copy()))
+                    return super().choose(request, cluster, rng)
+
+            async with routed((prefill, decode), tmp_path / "j", Noting()) as (router, _, _):
+                router.warm_up()
+                assert router.policy.count == 0 and len(router.pairs.rows) == 0
+        return seen
+
+    ((n_prefill, n_decode, flying),) = run(story())
+    assert (n_prefill, n_decode, len(flying)) == (2, 3, 1) and flying["streamed"] == 1
+
+
+def test_nothing_is_compiled_for_a_live_request_that_warming_up_or_the_simulator_has_not_compiled(tmp_path):
+    from astrolabe_lab.disagg.price import price
+
+    async def story():
+        pools = scripted_pools(1, 2, token_s=0.02)
+        async with (
+            pools as (prefill, decode),
+            routed((prefill, decode), tmp_path / "j", routers.parse("marginal_cost")) as (router, session, url),
+        ):
+            router.warm_up()
+            compiled = [*price.signatures]
+            await asyncio.gather(*(ask(session, url) for _ in range(3)))
+            return compiled, [*price.signatures]
+
+    trace = with_arrivals(length.attach(families.generate("mixed", 5, seed=0, text=False), "oracle"), 5, "poisson", 0)
+    simulate_pools(trace, "marginal_cost")
+    warmed, live = run(story())
+    assert warmed == live and len(live) == 1
 
 
 def test_chaos_loses_nothing_and_leaks_nothing(tmp_path):

@@ -123,9 +123,6 @@ class _Run:
         draws = np.random.Generator(np.random.PCG64(0))
         draws.bit_generator.state = rng.bit_generator.state
         trace, state, polled = self.trace, self.state, self.polled
-        shown = [array.view() for array in (*polled, self.rows)]
-        for array in shown:
-            array.flags.writeable = False
         sizes = len(polled[0]), len(polled[1])
         arrived = trace["arrived_s"].tolist()
         columns = [trace[name].tolist() for name in ("rid", "arrived_s", "prompt_tokens")]
@@ -140,7 +137,7 @@ class _Run:
                 state.decode.requests[r]["finished_s"] = now_s
                 continue
             n = look(state, now_s, self.poll_s, self.leak, *polled, self.rows)
-            view = PoolsView(now_s, shown[0], shown[1], shown[2][:n], self.constants)
+            view = PoolsView(now_s, *polled, self.rows[:n], self.constants)
             chosen = self.policy.choose(Request(*[column[r] for column in columns]), view, draws)
             kernel.send(state, r, *check_pair(chosen, *sizes, self.name), now_s)
         kernel.run(state, np.inf)

@@ -43,18 +43,25 @@ class PoolsView:
 
     ``prefill`` and ``decode``: arrays of POLLED, one element a healthy engine, as of the last poll. ``in_flight``: an
     array of IN_FLIGHT, the requests that this router has sent and not seen end, in the order they were sent; exact up
-    to ``now_s``. ``constants``: what it takes the cluster to cost. A policy returns a pair of indices into ``prefill``
-    and ``decode``.
+    to ``now_s``. All three are read-only. ``constants``: what it takes the cluster to cost. A policy returns a pair of
+    indices into ``prefill`` and ``decode``.
     """
 
     __slots__ = ("now_s", "prefill", "decode", "in_flight", "constants")
 
     def __init__(self, now_s: float, prefill, decode, in_flight, constants: Constants):
         self.now_s = now_s
-        self.prefill = prefill
-        self.decode = decode
-        self.in_flight = in_flight
+        self.prefill = _read_only(prefill)
+        self.decode = _read_only(decode)
+        self.in_flight = _read_only(in_flight)
         self.constants = constants
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """A view that nobody writes through. Compiled policies tell it from a writable one: one kind for all worlds."""
+    shown = array.view()
+    shown.flags.writeable = False
+    return shown
 
 
 class Ledger:

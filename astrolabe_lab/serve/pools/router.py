@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import time
 from dataclasses import dataclass, field, replace
 
@@ -97,7 +98,16 @@ class PoolRouter(Router):
         return self.instances[self.n_prefill :]
 
     def warm_up(self) -> None:
-        """Nothing that is compiled waits for the first request."""
+        """Compile and import what decisions need, before the first request would wait for it."""
+        now_s = self.now_s()
+        request, flying = Request(-1, now_s, 16, 16), PairLedger()
+        flying.sent(request, 0, 0, now_s)
+        flying.prefilled(request.rid, now_s)
+        flying.streamed(request.rid, 1, now_s)
+        polled = self.occupancy.rows
+        view = PoolsView(now_s, polled[: self.n_prefill], polled[self.n_prefill :], flying.rows, self.constants)
+        policy = copy.deepcopy(self.policy)  # what it remembers of this is nothing to go on
+        policy.choose(request, view, decision_stream(self.seed, request.rid, 0))
 
     async def _running(self, app):
         async with contextlib.asynccontextmanager(super()._running)(app):
