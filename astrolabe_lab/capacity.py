@@ -16,9 +16,10 @@ if TYPE_CHECKING:
 
     from astrolabe_lab.measure import Capacity
 
+OF_CONDUCT = ("on", "keep", "mix", "retries")  # options of a sweep that are none of its runs
 SAMPLES = ("auto", "head", "permute", "resample")
 UNBEARABLE = 0.01  # the share of requests that can be rejected without P99 being infinite
-FEW = 8  # runs that are not worth starting processes for
+FEW = 20_000  # requests, over all runs, that are not worth starting processes for
 
 
 def find(
@@ -50,11 +51,12 @@ def find(
     `sustained_requests`, at least 30,000. `sample` says how each seed draws its requests from the trace: permute
     (the same set in another order, as the Astrolabe paper; no more than the trace has), resample (with
     replacement: intervals then tell about the population that the trace stands for), head (its first), or auto:
-    permute where the trace has enough, else resample. `qps_range` is searched (default: half a request to ten
+    permute where the trace has enough, else resample. With arrivals="trace" the trace's own times are stretched to
+    each rate, and there are no more requests than it has. `qps_range` is searched (default: half a request to ten
     per instance and second), `measure.capacity` tells how.
 
     `out`: a folder that keeps every run, so that the same call goes on where it was ended. `progress`: lines on
-    stderr. Raises InputError for arguments that are none of these.
+    stderr. Raises InputError for arguments that are none of these, before the first search.
     """
     from astrolabe_lab import measure
     from astrolabe_lab.generators import arrivals_of
@@ -71,21 +73,28 @@ def find(
         raise InputError(f"sample={sample!r} is not one of {', '.join(SAMPLES)}")
     if unknown := [kind for kind in kinds if kind not in measure.KINDS]:
         raise InputError(f"kinds holds {unknown[0]!r}; allowed are {', '.join(measure.KINDS)}")
-    trace, size = _requests_of(trace)
+    trace, size = _requests_of(trace, own_times=sweep_options["arrivals"] == "trace")
     wanted = {"finite": requests or size or 10_000, "sustained": sustained_requests}
     if qps_range is None:
         qps_range = (0.5 * instances, 10.0 * instances)
+    searches = {}
+    for kind in kinds:
+        drawn = {
+            "requests": wanted[kind],
+            "sample": _drawn(kind, sample, wanted[kind], size, sweep_options["arrivals"]),
+        }
+        searches[kind] = sweep_options | {"instances": instances} | drawn
+        _rehearse(trace, policies, qps_range, seeds, searches[kind])
     found = []
     for label, policy in policies.items():
-        for kind in kinds:
+        for kind, options in searches.items():
             n = wanted[kind]
-            options = sweep_options | {"instances": instances, "workers": workers, "requests": n}
-            options |= {"sample": _drawn(sample, n, size), "out": None if out is None else Path(out) / kind}
             if progress and size is not None and n > size and options["sample"] == "head":
                 print(
                     f"capacity: the trace has {size:,} requests, fewer than {n:,}: runs are of {size:,}",
                     file=sys.stderr,
                 )
+            options = options | {"workers": workers, "out": None if out is None else Path(out) / kind}
             runs = _Runs(trace, label, policy, f"{kind}({n:,})", metric, options, progress)
             found.append(
                 measure.capacity(
@@ -146,7 +155,8 @@ class _Runs:
     def __call__(self, rates: Sequence[float], seeds: Sequence[int]) -> pd.DataFrame:
         from astrolabe_lab import measure, sweep
 
-        options = self.options | ({"workers": 1} if len(rates) * len(seeds) <= FEW else {})
+        few = len(rates) * len(seeds) * self.options["requests"] <= FEW
+        options = self.options | ({"workers": 1} if few and self.options.get("on", "local") == "local" else {})
         found = sweep.sweep(self.trace, {self.label: self.policy}, rates, seeds, progress=False, **options)
         self.made += len(found)
         never = (found["rejected"] / found["n"]).max()
@@ -172,7 +182,7 @@ class _Runs:
             print(f"capacity: {line}", file=sys.stderr, flush=True)
 
 
-def _requests_of(trace):
+def _requests_of(trace, own_times: bool):
     """The trace, loaded once, and how many requests it has (None: as many as asked for)."""
     import pandas as pd
 
@@ -182,10 +192,32 @@ def _requests_of(trace):
     if is_generator(trace):
         return trace, None
     frame = trace if isinstance(trace, pd.DataFrame) else load(trace)
-    return frame.drop(columns="arrived_s", errors="ignore"), len(frame)
+    if own_times and "arrived_s" not in frame:
+        raise InputError("arrivals='trace' needs the trace's own times, and it has no column arrived_s: use poisson")
+    return frame if own_times else frame.drop(columns="arrived_s", errors="ignore"), len(frame)
 
 
-def _drawn(sample: str, n: int, size: int | None) -> str:
-    if size is None:
-        return "head"
-    return ("permute" if n <= size else "resample") if sample == "auto" else sample
+def _drawn(kind: str, sample: str, n: int, size: int | None, arrivals: str) -> str:
+    """How runs of this kind draw their n requests from the trace's `size`; raises InputError where they cannot."""
+    from astrolabe_lab.measure.knee import check_sustained
+
+    if size is not None and sample == "auto":
+        sample = "permute" if n <= size else "resample"
+    if size is not None and n > size:
+        lacking = f"{kind} runs of {n:,} requests, and the trace has {size:,}"
+        fewer = "take fewer" if kind == "finite" else "search for the finite kind alone"
+        if arrivals == "trace":
+            raise InputError(f"{lacking}, so that the others have no times of their own: {fewer}, or use poisson")
+        if sample == "permute":
+            raise InputError(f"{lacking}, none of which is to come twice: {fewer}, or use sample='resample'")
+    if kind == "sustained":
+        check_sustained(n if size is None or sample == "resample" else min(n, size))
+    return "head" if size is None else sample
+
+
+def _rehearse(trace, policies: Mapping[str, object], qps_range, seeds: Sequence[int], options: Mapping) -> None:
+    """Raise the InputError that the search's first sweeps would."""
+    from astrolabe_lab import sweep
+
+    settings = {name: value for name, value in options.items() if name not in OF_CONDUCT}
+    sweep.rehearse(trace, policies, qps_range[:1], seeds[:1], **settings)

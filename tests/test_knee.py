@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from astrolabe_lab import capacity as search
+from astrolabe_lab import sweep
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.measure import Capacity, capacity, crossing, t_interval
@@ -148,7 +149,7 @@ def test_runs_that_were_not_made_are_missed():
 def fast(**changes):
     """A search that takes seconds: two engines, short runs, big steps."""
     words = {
-        "kinds": ["finite"], "requests": 150, "instances": 2, "seeds": range(3), "qps_range": (2, 14),
+        "kinds": ["finite"], "requests": 150, "instances": 2, "seeds": range(3), "qps_range": (1, 14),
         "coarse_qps": 4.0, "fine_qps": 1.0, "limit_s": 0.5, "workers": 1, "progress": False,
     }  # fmt: skip
     return search.find("sharegpt_like", **{"policies": ["random", "least_loaded"]} | words | changes)
@@ -162,11 +163,11 @@ def found():
 def test_a_cluster_has_a_capacity_and_choosing_well_raises_it(found):
     table = search.table(found)
     assert table["policy"].tolist() == ["random", "least_loaded"] and (table["n"] == 150).all()
-    assert table["capacity_qps"].between(2, 14).all()
-    if (table["censored"] == "").all():
-        apart = search.differences(found, "random")
-        assert apart["mean"][0] == pytest.approx(table["capacity_qps"][1] - table["capacity_qps"][0])
-        assert apart["mean"][0] > 0
+    assert table["capacity_qps"].between(1, 14).all()
+    assert (table["censored"] == "").all()
+    apart = search.differences(found, "random")
+    assert apart["mean"][0] == pytest.approx(table["capacity_qps"][1] - table["capacity_qps"][0])
+    assert apart["mean"][0] > 0
 
 
 def test_the_capacity_is_where_the_runs_themselves_cross(found):
@@ -204,9 +205,52 @@ def test_runs_draw_without_replacement_where_the_trace_has_enough_and_else_as_fr
     trace = sharegpt_like.generate(60, seed=0, text=False)
     words = {"policies": ["random"], "qps_range": (2, 4), "seeds": [0], "limit_s": 5}
     search.find(trace, kinds=["finite"], requests=60, instances=2, workers=1, progress=False, **words)
-    with pytest.raises(InputError, match="60 requests of the trace"):
-        search.find(trace, kinds=["finite"], requests=61, sample="permute", instances=2, progress=False, **words)
-    assert search._drawn("auto", 60, 60) == "permute" and search._drawn("auto", 61, 60) == "resample"
+    drawn = {n: search._drawn("finite", "auto", n, 60, "poisson") for n in (60, 61)}
+    assert drawn == {60: "permute", 61: "resample"}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"requests": 61, "sample": "permute"}, "finite runs of 61 requests, and the trace has 60, none of which"),
+        ({"sample": "permute"}, "sustained runs of 30,000 requests, and the trace has 60, none of which"),
+        ({"sample": "head"}, "needs runs of 30,000 requests or more, got 60"),
+        ({"sustained_requests": 50}, "needs runs of 30,000 requests or more, got 50"),
+        ({"arrivals": "trace"}, "needs the trace's own times, and it has no column arrived_s"),
+        ({"policies": ["random", "jsq"]}, "policy 'jsq' is unknown"),
+        ({"lengths": "psychic"}, "psychic"),
+    ],
+)
+def test_a_search_that_cannot_be_is_refused_before_any_other_has_run(words, message, monkeypatch):
+    monkeypatch.setattr(sweep, "sweep", lambda *_, **__: pytest.fail("a search has begun"))
+    trace = sharegpt_like.generate(60, seed=0, text=False)
+    with pytest.raises(InputError, match=message):
+        search.find(trace, **{"policies": "random", "instances": 2, "progress": False} | words)
+
+
+def test_a_search_stretches_the_traces_own_times_when_asked():
+    trace = sharegpt_like.generate(60, seed=0, text=False).assign(arrived_s=3.0 * np.arange(60))
+    words = {"kinds": ["finite"], "qps_range": (2, 4), "seeds": [0, 1], "limit_s": 5, "instances": 2, "workers": 1}
+    even, own = (
+        search.find(trace, "random", arrivals=one, progress=False, **words)[0] for one in ("constant", "trace")
+    )
+    np.testing.assert_allclose(own.runs["ttft_p99_all_s"], even.runs["ttft_p99_all_s"])
+    with pytest.raises(InputError, match="finite runs of 61 requests.* no times of their own"):
+        search.find(trace, "random", arrivals="trace", requests=61, **words)
+
+
+@pytest.mark.parametrize(
+    ("requests", "options", "workers"),
+    [(100, {}, 1), (30_000, {}, 2), (100, {"on": "ray"}, 2)],
+    ids=["few requests", "few runs of many", "a cluster"],
+)
+def test_only_few_requests_stay_in_one_process(requests, options, workers, monkeypatch):
+    asked = []
+    monkeypatch.setattr(sweep, "sweep", lambda *_, **given: asked.append(given["workers"]) or 1 / 0)
+    options = {"requests": requests, "workers": 2} | options
+    with pytest.raises(ZeroDivisionError):
+        search._Runs("sharegpt_like", "random", "random", "finite", "ttft_p99", options, False)([4.0], [0, 1, 2])
+    assert asked == [workers]
 
 
 def test_a_bound_has_no_difference():

@@ -118,6 +118,15 @@ def capacity(
     return _found(table, seeds, level)
 
 
+def check_sustained(n: int) -> None:
+    """Raise InputError where runs of n requests are too short for a sustained capacity."""
+    if n < SUSTAINED_REQUESTS:
+        raise InputError(
+            f"sustained capacity needs runs of {SUSTAINED_REQUESTS:,} requests or more, got {n:,}: shorter ones end "
+            "before their queues show whether they grow"
+        )
+
+
 def named(metric: str) -> str:
     """A metric's name for people: P99 TTFT."""
     name, _, mark = metric.partition("_")
@@ -201,11 +210,8 @@ class _Table:
         found = self.runs(rates, seeds)
         require_columns(found, ("qps", "seed", "n", self.column, "waiting_growth_rps", "waiting_growth_p"))
         for row in found.to_dict("records"):
-            if self.kind == "sustained" and row["n"] < SUSTAINED_REQUESTS:
-                raise InputError(
-                    f"sustained capacity needs runs of {SUSTAINED_REQUESTS:,} requests or more, got {row['n']:,}: "
-                    "shorter ones end before their queues show whether they grow"
-                )
+            if self.kind == "sustained":
+                check_sustained(row["n"])
             self.rows[int(row["seed"]), round(float(row["qps"]), 9)] = row
         if lacking := [(seed, rate) for rate in rates for seed in seeds if (seed, rate) not in self.rows]:
             raise InputError(f"runs gave no row for seed {lacking[0][0]} at qps {lacking[0][1]:g}")
