@@ -645,6 +645,20 @@ def test_a_router_that_stops_under_load_finishes_what_it_has_and_the_next_goes_o
     assert [e["event"] for e in journal.read(tmp_path / "j")].count("router") == 2
 
 
+def test_a_router_of_slow_engines_waits_for_its_requests_in_their_time(tmp_path):
+    async def story():
+        limits = replace(QUICK, drain_s=0.3)
+        async with scripted_engines(1, first_s=0.8) as engines, routed(
+            engines, tmp_path / "j", limits=limits, time_scale=10.0
+        ) as (router, session, url):  # fmt: skip
+            asking = asyncio.create_task(ask(session, url, stream=False))
+            await dispatched(router, 1)
+            await router._drain(None)
+            assert router.in_flight == 0 and (await asking)[0] == 200
+
+    run(story())
+
+
 def test_metrics_that_are_cut_off_are_a_fault_of_the_engine_s_and_the_router_asks_again(tmp_path):
     async def story():
         limits = replace(QUICK, scrape_s=0.02)

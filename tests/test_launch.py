@@ -14,6 +14,7 @@ from astrolabe_lab.engines import launch as launching
 from astrolabe_lab.engines import leftovers
 from astrolabe_lab.engines.emulation import Disturbance
 from astrolabe_lab.engines.engine_process import Engine, EngineError, _environment
+from astrolabe_lab.engines.guard import guarded
 from astrolabe_lab.engines.running import Cluster
 from astrolabe_lab.engines.supervisor import MOST_RESTARTS, Supervisor
 from astrolabe_lab.errors import InputError
@@ -113,6 +114,24 @@ def test_an_engine_ends_when_its_guard_is_killed(running):
     server = engine.pids()[0]
     os.kill(engine.guard.pid, signal.SIGKILL)
     until(gone([server]))
+
+
+@pytest.mark.parametrize(("grace_s", "ends_well"), [(WAIT_S, True), (0.2, False)])
+def test_a_guard_gives_its_command_the_grace_that_it_was_told_of(tmp_path, grace_s, ends_well):
+    busy = (
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1.0), open(sys.argv[1], 'w').close(), sys.exit(0)))\n"
+        "print('up', flush=True)\ntime.sleep(600)"
+    )
+    guard = subprocess.Popen(
+        guarded([sys.executable, "-c", busy, str(tmp_path / "done")], grace_s),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert guard.stdout.readline() == b"up\n"
+    guard.stdin.close()
+    assert guard.wait(WAIT_S) == (0 if ends_well else 128 + signal.SIGKILL)
+    assert (tmp_path / "done").exists() == ends_well
+    guard.stdout.close()
 
 
 def test_an_engine_that_ends_at_its_start_says_why(running):

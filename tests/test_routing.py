@@ -7,6 +7,7 @@ import pytest
 
 from astrolabe_lab.cost import preset
 from astrolabe_lab.engines.cluster_file import read_cluster, write_cluster
+from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.routing import RouterError, routing
 from astrolabe_lab.sim.config import EngineConfig
 
@@ -18,7 +19,7 @@ def cluster(tmp_path):
     def write(cost):
         engines = [{"url": "http://127.0.0.1:9", "role": "engine", "status": str(tmp_path / "s")}]
         write_cluster(tmp_path, engines, EngineConfig(), cost, 1.0, "m", tmp_path, "hardware")
-        return SimpleNamespace(folder=tmp_path)
+        return SimpleNamespace(folder=tmp_path, time_scale=4.0)
 
     return write
 
@@ -53,5 +54,7 @@ def test_a_router_serves_while_its_context_lasts(cluster, tmp_path):
     )
     with routing(running, "least_loaded", journal=tmp_path / "j") as url:
         assert b'"m"' in urllib.request.urlopen(url + "/v1/models").read()
+        guard = next(p for p in psutil.Process().children() if "astrolabe_lab.engines.guard" in p.cmdline())
+        assert float(guard.cmdline()[4]) > Limits().drain_s * running.time_scale  # it lets requests under way end
         assert len(own_routers()) >= 1
     assert own_routers() == []

@@ -16,7 +16,7 @@ from pathlib import Path
 from astrolabe_lab.sim.config import EngineConfig
 
 from .emulation import KEY, Emulation
-from .guard import CLUSTER
+from .guard import CLUSTER, guarded
 from .placement import Place
 
 QUIET = {
@@ -25,6 +25,7 @@ QUIET = {
     "DO_NOT_TRACK": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # /reset_prefix_cache
 }
+GRACE_S = 10.0  # from SIGTERM to SIGKILL
 SPELT = {"num_gpu_blocks": "num_gpu_blocks_override"}
 
 
@@ -88,10 +89,7 @@ class Engine:
         self.starts += 1
         with self.log.open("ab") as log:
             self.guard = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "astrolabe_lab.engines.guard", str(os.getpid())),
-                    *(*self.command, "--port", str(self.port)),
-                ],
+                guarded([*self.command, "--port", str(self.port)], GRACE_S),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

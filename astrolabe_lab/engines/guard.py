@@ -1,10 +1,10 @@
 """Runs a command in its own process group and ends the group when the parent is gone, however the parent ended.
 
-    python -m astrolabe_lab.engines.guard PARENT_PID COMMAND...
+    python -m astrolabe_lab.engines.guard PARENT_PID GRACE_S COMMAND...
 
 The parent holds the other end of standard input: when that closes (``close()``, an exception, SIGKILL), or another
 process has become the guard's parent (a fork of the parent may keep the pipe open), the group gets SIGTERM, and SIGKILL
-after ``GRACE_S``. When the guard itself is killed, the kernel tells the command by SIGTERM (Linux). Ends with the
+after GRACE_S. When the guard itself is killed, the kernel tells the command by SIGTERM (Linux). Ends with the
 command's exit code when the command ends by itself.
 """
 
@@ -18,13 +18,17 @@ import subprocess
 import sys
 import time
 
-GRACE_S = 10.0
 GUARD = "ASTROLABE_GUARD"  # environment variable of the command: the process id of its guard
 CLUSTER = "ASTROLABE_CLUSTER"  # and what the parent sets: the folder of the cluster that it belongs to
 PR_SET_PDEATHSIG = 1
 
 
-def main(parent: int, command: list[str]) -> int:
+def guarded(command: list[str], grace_s: float) -> list[str]:
+    """The command line that runs ``command`` under a guard of this process."""
+    return [sys.executable, "-m", "astrolabe_lab.engines.guard", str(os.getpid()), str(grace_s), *command]
+
+
+def main(parent: int, grace_s: float, command: list[str]) -> int:
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # the parent decides, by closing the pipe
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     environment = os.environ | {GUARD: str(os.getpid())}
@@ -34,7 +38,7 @@ def main(parent: int, command: list[str]) -> int:
     while child.poll() is None:
         ready, _, _ = select.select([0], [], [], 0.2)
         if (ready and not os.read(0, 4096)) or os.getppid() != parent:
-            _end_group(child)
+            _end_group(child, grace_s)
             break
     _kill_group(child.pid)  # what the command left behind
     code = child.wait()
@@ -54,12 +58,12 @@ def _teller():
     return tell
 
 
-def _end_group(child: subprocess.Popen) -> None:
+def _end_group(child: subprocess.Popen, grace_s: float) -> None:
     try:
         os.killpg(child.pid, signal.SIGTERM)
     except ProcessLookupError:
         return
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace_s
     while child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.05)
 
@@ -72,4 +76,4 @@ def _kill_group(group: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), float(sys.argv[2]), sys.argv[3:]))

@@ -154,7 +154,7 @@ class Router:
 
     async def _drain(self, app) -> None:
         self.draining = True
-        deadline = time.monotonic() + self.limits.drain_s
+        deadline = time.monotonic() + self.limits.drain_s * self.time_scale
         while self.in_flight and time.monotonic() < deadline:
             await asyncio.sleep(0.02)
 

@@ -15,9 +15,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from astrolabe_lab.engines.guard import guarded
 from astrolabe_lab.engines.running import Cluster
 
-END_S = 60.0  # wall s that requests under way have to end
+from .limits import Limits
+
+CLOSE_S = 30.0  # wall s that a router has to close, beyond those of its requests under way
 
 
 class RouterError(RuntimeError):
@@ -38,14 +41,12 @@ def routing(
     ``policy, lengths, journal, seed`` and more ``options`` are that command's. What it says goes to a file in the
     cluster's folder. Raises RouterError where it does not start, or ended before the context did.
     """
+    end_s = Limits().drain_s * cluster.time_scale + CLOSE_S
     handle, log = tempfile.mkstemp(prefix="router-", suffix=".txt", dir=cluster.folder)
     words = ["route", "--cluster", str(cluster.folder), "--policy", policy, "--lengths", lengths, "--seed", str(seed)]
     words += [*(["--journal", str(journal)] if journal else []), *options]
     process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "astrolabe_lab.engines.guard", str(os.getpid())),
-            *(sys.executable, "-m", "astrolabe_lab.cli", *words),
-        ],
+        guarded([sys.executable, "-m", "astrolabe_lab.cli", *words], end_s),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=handle,
@@ -64,7 +65,7 @@ def routing(
     finally:
         process.stdin.close()
         try:
-            process.wait(END_S)
+            process.wait(end_s + CLOSE_S)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
