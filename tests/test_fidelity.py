@@ -132,6 +132,26 @@ def test_kv_capacity_is_what_the_run_recorded_or_derived_from_memory_or_given(co
     assert (config.num_gpu_blocks, config.async_scheduling) == (900, True) and "as given" in notes[0]
 
 
+def test_what_overrides_change_is_derived_and_told_with_them(copies):
+    from astrolabe_lab.cost.shapes import DEVICES, MODELS
+    from astrolabe_lab.fidelity import engine_of
+
+    run, shape = loaded(*copies)[1], MODELS["meta-llama/Llama-3.1-8B"]
+    config, notes = engine_of(run, shape, overrides="block_size=32,enable_prefix_caching=false")
+    assert (config.num_gpu_blocks, config.block_size) == (10_000, 32), "the same tokens"
+    assert "10000 blocks of 32, as the run recorded: 20000 of 16" in notes[0]
+    assert not config.enable_prefix_caching and not any("prefix caching" in note for note in notes)
+    del run.flags["num_gpu_blocks"]
+    gpu = DEVICES["RTX4090"]
+    sixteen, thirty_two = (engine_of(run, shape, gpu, f"block_size={size}")[0].num_gpu_blocks for size in (16, 32))
+    assert thirty_two == sixteen // 2
+    on = "enable_prefix_caching=true,async_scheduling=true"
+    assert [note.split(";")[0] for note in engine_of(run, shape, gpu, on)[1][1:]] == [
+        "async_scheduling=True: as given",
+        "prefix caching is on, as given",
+    ]
+
+
 def test_asynchronous_scheduling_is_vllms_default_of_the_runs_version(copies):
     from dataclasses import replace
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from astrolabe_lab.cost import shapes
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.fidelity.layers import Spread, tabulated
 from astrolabe_lab.fidelity.measured_run import STATISTICS, MeasuredRun
+from astrolabe_lab.sim.config import pairs
 from astrolabe_lab.sim.engine import EngineConfig, run_one
 
 # Stated before any comparison. Of vLLM's engine with asynchronous scheduling and CUDA graphs, the GPU waits 150..170
@@ -32,6 +33,7 @@ SPREAD_SHARE = 0.0535
 SPREAD_SOURCE = "LLMServingSim's skew_fit.alpha_default of Llama-3.1-8B on an RTX PRO 6000 (13,476 timed batches)"
 
 MAX_CAPTURE = 512
+MOST_BLOCKS = 2**31 - 1  # that an engine may have; the place of a number that is not known yet
 ASYNC_SINCE = (0, 14)  # vLLM's first release with asynchronous scheduling on by default
 
 
@@ -69,37 +71,49 @@ def engine_of(run: MeasuredRun, shape, gpu=None, overrides=""):
     """(EngineConfig, notes) of a measured run: its flags, with what vLLM chose by itself filled in.
 
     `gpu` is the Device the KV capacity is derived for where the run does not record it. `overrides` ("key=value,...")
-    wins. Raises InputError for a flag that the engine does not model, or when the capacity cannot be derived.
+    wins, and what is derived is derived with it: a capacity that the run records keeps its tokens under another
+    block_size. Raises InputError for a flag that the engine does not model, or when the capacity cannot be derived.
     """
-    flags, notes = dict(run.flags), []
-    share = float(flags.pop("gpu_memory_utilization", 0.9))
-    block_size = flags.setdefault("block_size", 16)
-    flags.setdefault("max_model_len", shape.max_model_len)
-    capacity = "as the run recorded"
-    if "num_gpu_blocks" in overrides:
-        capacity, flags["num_gpu_blocks"] = "as given", 2**31 - 1
-    elif "num_gpu_blocks" not in flags:
+    recorded, given = dict(run.flags), pairs(overrides)
+    share = float(recorded.pop("gpu_memory_utilization", 0.9))
+    recorded.setdefault("block_size", 16)
+    default = {
+        "max_model_len": shape.max_model_len,
+        "async_scheduling": run.version >= ASYNC_SINCE,
+        "enable_prefix_caching": True,
+        "num_gpu_blocks": MOST_BLOCKS,
+    }
+    config = EngineConfig.from_dict(default | recorded | given)
+    if "num_gpu_blocks" in given:
+        blocks, capacity = config.num_gpu_blocks, "as given"
+    elif "num_gpu_blocks" in recorded:
+        blocks, capacity = config.num_gpu_blocks, "as the run recorded"
+        if config.block_size != recorded["block_size"]:
+            capacity += f": {blocks} of {recorded['block_size']}"
+            blocks = blocks * recorded["block_size"] // config.block_size
+    else:
         if gpu is None:
             raise InputError("the run does not tell its KV capacity: give --device, or --engine num_gpu_blocks=N")
-        flags["num_gpu_blocks"] = shapes.kv_blocks(shape, gpu, utilisation=share, block_size=block_size)
+        blocks = shapes.kv_blocks(shape, gpu, utilisation=share, block_size=config.block_size)
         capacity = (
             f"derived: {share:g} of {gpu.memory_bytes / shapes.GIB:.1f} GiB less {shape.weight_bytes / shapes.GIB:.1f} "
             f"GiB of weights and {shapes.RESERVE_BYTES / shapes.GIB:.2f} GiB"
         )
-    default_async = "async_scheduling" not in flags
-    flags.setdefault("async_scheduling", run.version >= ASYNC_SINCE)
-    if flags.setdefault("enable_prefix_caching", True):
-        notes.append(
-            "prefix caching is on, as in the run (vLLM's default); prompts are taken to share nothing, so that it "
-            "matters only to preempted requests"
-        )
-    config = EngineConfig.parse(overrides, base=EngineConfig.from_dict(flags))
-    why = f"the default of vLLM {run.vllm_version} on a GPU" if default_async else "as the run's flags say"
-    return config, [
+    config = replace(config, num_gpu_blocks=blocks)
+    why = f"the default of vLLM {run.vllm_version} on a GPU"
+    for flags, source in ((recorded, "as the run's flags say"), (given, "as given")):
+        why = source if "async_scheduling" in flags else why
+    notes = [
         f"KV capacity: {config.num_gpu_blocks} blocks of {config.block_size}, {capacity}",
-        f"async_scheduling={config.async_scheduling}" + (f": {why}" if "async_scheduling" not in overrides else ""),
-        *notes,
+        f"async_scheduling={config.async_scheduling}: {why}",
     ]
+    if config.enable_prefix_caching:
+        as_in = "as given" if "enable_prefix_caching" in given else "as in the run (vLLM's default)"
+        notes.append(
+            f"prefix caching is on, {as_in}; prompts are taken to share nothing, so that it matters only to preempted "
+            "requests"
+        )
+    return config, notes
 
 
 def pad_sizes_of(engine):

@@ -129,7 +129,7 @@ class EngineConfig:
     @classmethod
     def parse(cls, text: str, base: EngineConfig | None = None) -> EngineConfig:
         """The configuration ``base`` (default: the defaults) with ``key=value,...`` applied. Raises InputError."""
-        return cls.from_dict(_pairs(text), base)
+        return cls.from_dict(pairs(text), base)
 
     @classmethod
     def from_dict(cls, values: dict, base: EngineConfig | None = None) -> EngineConfig:
@@ -153,7 +153,8 @@ class EngineConfig:
         return replace(base, **chosen)
 
 
-def _pairs(text: str) -> dict[str, str]:
+def pairs(text: str) -> dict[str, str]:
+    """The settings in ``key=value,...``, as text. Raises InputError for what is none, or is given twice."""
     pairs: dict[str, str] = {}
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = part.partition("=")
