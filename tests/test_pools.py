@@ -1,5 +1,7 @@
 """The simulated prefill and decode pools: conservation, an independent model, and what the hand-off costs."""
 
+import json
+
 import numpy as np
 import pytest
 from pools_peer import Peer
@@ -278,6 +280,44 @@ def test_grids_name_what_pools_do_not_take(setting, told):
     base = {"trace": "family:mixed", "requests": 5, "qps": 5, "policy": "round_robin", "seed": 0}
     with pytest.raises(InputError, match=told):
         lab.sweep.check({"defaults": base | setting})
+
+
+def test_goodput_is_measured_by_what_is_true_of_the_pools_whatever_the_router_believes():
+    told = [{}, {"constants.ttft_s": 0.01, "constants.tpot_s": 0.001}, {"constants": {**PAPER.to_dict(), "ttft_s": 99}}]
+    grid = {"trace": "family:mixed", "requests": 150, "qps": 20, "policy": "round_robin", "pools": "2+4"}
+    found = lab.sweep.run(lab.sweep.Grid([told], grid), workers=1, progress=False)["goodput_share"]
+    assert 0 < found[0] < 1 and found.nunique() == 1  # round robin believes nothing
+    promised = lab.sweep.run({"defaults": grid | {"slo": "ttft_s=99,tpot_s=99"}}, workers=1, progress=False)
+    assert promised["goodput_share"][0] == 1
+
+
+def test_goodput_on_the_command_line_is_measured_by_what_is_true_too(tmp_path, capsys):
+    from astrolabe_lab.cli import main
+
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(PAPER.with_(ttft_s=99.0, tpot_s=99.0).to_dict()))
+    command = ["simulate", "--trace", "family:mixed", "--requests", "150", "--qps", "20", "--pools", "2+4", "--policy",
+               "round_robin", "--out", str(tmp_path / "r.parquet"), "--json"]  # fmt: skip
+    shares = []
+    for told in ("calibrated", str(path)):
+        assert main([*command, "--constants", told]) == 0
+        shares.append(json.loads(capsys.readouterr().out)["goodput_share"])
+    assert shares[0] == shares[1] < 1
+
+
+@pytest.mark.parametrize("service", ["batching", "serial"])
+def test_a_router_of_simplified_engines_knows_their_memory_without_end(service):
+    known = []
+
+    class Watching:
+        def choose(self, request, cluster, rng):
+            known.append(cluster.constants)
+            return 0, 0
+
+    simulate_pools(requests(2, 1.0), Watching(), service=service)
+    assert known[0].kv_capacity_tokens > 10_000_000
+    assert known[0] == lab.disagg.calibrated(*paper_world(), service=service)
+    assert (known[0].ttft_s, known[0].tpot_s) == (PAPER.ttft_s, PAPER.tpot_s)
 
 
 def test_calibrated_constants_say_what_one_request_sees():

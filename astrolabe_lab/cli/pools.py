@@ -49,7 +49,7 @@ def simulate(args: argparse.Namespace, requests, engine, cost, preset, progress)
     """(result frame, settings, lines for people) of the pools that the options describe. Raises InputError."""
     from astrolabe_lab.cost import RangeWarning
     from astrolabe_lab.disagg import routers, settings
-    from astrolabe_lab.disagg.simulate import parse_pools, simulate_pools
+    from astrolabe_lab.disagg.simulate import calibrated, parse_pools, simulate_pools
     from astrolabe_lab.measure import attainment
 
     for name in NOT_FOR_POOLS:
@@ -58,8 +58,9 @@ def simulate(args: argparse.Namespace, requests, engine, cost, preset, progress)
     pools = parse_pools(args.pools)
     policy = routers.parse(args.policy)
     hand_off = settings.hand_off(args.hand_off or "")
-    constants = settings.constants(args.constants or "calibrated", engine, cost, hand_off)
     own = {"service": args.service or "exact", "signals": args.signals or "own"}
+    true = calibrated(engine, cost, hand_off, own["service"])
+    constants = settings.constants(args.constants or "calibrated", true)
     own["poll_s"] = 0.05 if args.poll_s is None else args.poll_s
     began = time.perf_counter()
     with warnings.catch_warnings():
@@ -69,7 +70,7 @@ def simulate(args: argparse.Namespace, requests, engine, cost, preset, progress)
             seed=args.seed, policy_seed=args.policy_seed, progress=progress, **own,
         )  # fmt: skip
     wall_s = time.perf_counter() - began
-    slo = settings.slo_of(constants)
+    slo = settings.slo_of(true)
     kept = attainment(frame, slo)
     lines = [
         f"SLO         TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s for tight requests, {slo.loose_factor:g}x loose"

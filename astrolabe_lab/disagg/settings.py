@@ -25,22 +25,21 @@ def hand_off(given: str | Mapping[str, object], base: HandOff | None = None) -> 
     return replace(base or HandOff(), **values)
 
 
-def constants(given: object, engine, cost, hand_off: HandOff) -> Constants:
-    """The constants that a setting names: ``calibrated`` (to the pools of the other arguments), another name, a file, a
+def constants(given: object, true: Constants) -> Constants:
+    """The constants that a setting names: ``calibrated`` (then those that are ``true``), another name, a file, a
     mapping, or Constants. Raises InputError."""
     if isinstance(given, Constants):
         return given
     if isinstance(given, Mapping):
         return Constants.from_dict(dict(given))
     if given == "calibrated":
-        from astrolabe_lab.disagg.simulate import calibrated
-
-        return calibrated(engine, cost, hand_off)
+        return true
     return Constants.read(str(given))
 
 
 def slo_of(constants: Constants):
-    """The targets of the constants as ``measure.SLO``."""
+    """The targets of the constants as ``measure.SLO``. Of those that are true of the pools: what a router believes is
+    no promise to anybody."""
     from astrolabe_lab.measure import SLO
 
     return SLO(ttft_s=constants.ttft_s, tpot_s=constants.tpot_s, loose_factor=constants.loose_factor)

@@ -92,10 +92,10 @@ def simulate_pools(
         raise InputError(f"signals={signals!r} is not one of {', '.join(SIGNALS)}")
     configs, costs = _pair("engine", engine, EngineConfig), _pair("cost", cost, StepCost)
     warn_outside(zip(configs, costs, strict=True))
+    configs, hand_off = service_of(service, configs, hand_off)
     if constants is None:
         constants = calibrated(configs, costs, hand_off)
     check_kind("constants", constants, Constants, 'Constants.read("paper")')
-    configs, hand_off = service_of(service, configs, hand_off)
     state = new_pools(trace, *(([c] * n, [k] * n) for c, k, n in zip(configs, costs, shape, strict=True)), hand_off)
     run = _Run(trace, policy, name, state, constants, float(poll_s), signals == "leaked")
     prompt, output = trace["prompt_tokens"].to_numpy(), trace["output_tokens"].to_numpy()
@@ -167,14 +167,14 @@ class _Run:
         }
 
 
-def calibrated(engine, cost, hand_off: HandOff | None = None) -> Constants:
-    """The constants of a router that knows these pools; ``engine`` and ``cost`` as ``simulate_pools`` takes them.
+def calibrated(engine, cost, hand_off: HandOff | None = None, service: str = "exact") -> Constants:
+    """The constants of a router that knows these pools; arguments as ``simulate_pools`` takes them.
 
     In the second paper's pools, whatever their decode slope, the targets are the paper's.
     """
     configs, costs = _pair("engine", engine, EngineConfig), _pair("cost", cost, StepCost)
     own = abs(costs[1].step_seconds(1, 1, 0) - PAPER.decode_step_s) < 1e-9
-    hand_off = HandOff() if hand_off is None else hand_off
+    configs, hand_off = service_of(service, configs, HandOff() if hand_off is None else hand_off)
     return Constants.of_world(configs, costs, hand_off, (PAPER.ttft_s, PAPER.tpot_s) if own else None)
 
 

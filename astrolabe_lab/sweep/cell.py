@@ -161,10 +161,9 @@ def measure(run: Run, trace: pd.DataFrame) -> tuple[dict[str, object], pd.DataFr
 
     parse, slo = policies.parse, run.slo
     if in_pools := "pools" in run.options:
-        from astrolabe_lab.disagg.settings import slo_of
         from astrolabe_lab.disagg.simulate import simulate_pools as simulate
 
-        parse, slo = pools.parse, slo or slo_of(run.options["constants"])
+        parse, slo = pools.parse, slo or pools.slo_of(run.options)
     policy = parse(run.policy) if isinstance(run.policy, str) else copy.deepcopy(run.policy)
     began = time.perf_counter()
     results = simulate(trace, policy, seed=run.seed, **run.options)

@@ -11,7 +11,9 @@ from astrolabe_lab.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["options_of", "parse", "refuse", "spread"]
+    from astrolabe_lab.measure import SLO
+
+__all__ = ["options_of", "parse", "refuse", "slo_of", "spread"]
 ONLY = ("decode_slope_s", "service", "signals", "poll_s", "constants", "hand_off")
 NEVER = (
     *("instances", "delays", "status_interval_s", "tag_s", "predict_s", "dispatch_s", "routers", "faults", "control"),
@@ -29,7 +31,7 @@ def refuse(given: Mapping[str, object]) -> None:
 def options_of(given: Mapping[str, object], engine_and_cost: Callable) -> dict[str, object]:
     """The keyword arguments of `simulate_pools`. ``engine_and_cost``: of settings on top of a mapping."""
     from astrolabe_lab.disagg import settings
-    from astrolabe_lab.disagg.simulate import paper_world, parse_pools
+    from astrolabe_lab.disagg.simulate import calibrated, paper_world, parse_pools
 
     for key in given:
         if key.partition(".")[0] in NEVER:
@@ -46,11 +48,21 @@ def options_of(given: Mapping[str, object], engine_and_cost: Callable) -> dict[s
     engine, cost = engine_and_cost(base)
     members = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("hand_off.")}
     hand_off = settings.hand_off(members, given.get("hand_off"))
-    constants = settings.constants(given.get("constants", "calibrated"), engine, cost, hand_off)
+    true = calibrated(engine, cost, hand_off, given.get("service", "exact"))
+    constants = settings.constants(given.get("constants", "calibrated"), true)
     changed = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("constants.")}
     options = {"pools": parse_pools(given["pools"]), "engine": engine, "cost": cost, "hand_off": hand_off}
     options["constants"] = constants.with_(**changed) if changed else constants
     return options | {key: given[key] for key in ("service", "signals", "poll_s") if key in given}
+
+
+def slo_of(options: Mapping[str, object]) -> SLO:
+    """The targets of pools with these `options`: whatever a router believes, requests were promised the same."""
+    from astrolabe_lab.disagg import settings
+    from astrolabe_lab.disagg.simulate import calibrated
+
+    named = [options[name] for name in ("engine", "cost", "hand_off")]
+    return settings.slo_of(calibrated(*named, options.get("service", "exact")))
 
 
 def spread(results: pd.DataFrame, n_decode: int) -> dict[str, float]:
