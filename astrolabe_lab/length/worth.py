@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,38 +11,29 @@ from astrolabe_lab.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-PAIRS = 20_000
-
 
 def errors_of(frame: pd.DataFrame, lengths: Sequence[str], seed: int = 0) -> pd.DataFrame:
     """How wrong each way to predict is on a trace frame, a row each: ``lengths`` (specs of ``length.attach``).
 
-    Columns: ``mae_tokens``; ``mape_pct``; ``log_bias``, the median of log(predicted / true); ``concordance``, the share
-    of 20,000 random pairs of requests of different lengths that are told in the right order, told alike counting half.
-    Raises InputError as ``attach`` does.
+    Columns: ``mae_tokens``; ``mape_pct``; ``log_bias``, the median of log(predicted / true); ``concordance``, that of
+    ``metrics.concordance``: 1 is the right order, 0 is none. Raises InputError as ``attach`` does.
     """
     import numpy as np
     import pandas as pd
 
-    from astrolabe_lab.length import attach
-    from astrolabe_lab.rng import stream
+    from astrolabe_lab.length import attach, metrics
 
     true = frame["output_tokens"].to_numpy(float)
-    first, second = stream(seed, "pairs of requests").integers(len(frame), size=(2, PAIRS))
-    unlike = true[first] != true[second]
-    first, second = first[unlike], second[unlike]
-    longer = np.sign(true[first] - true[second])
     rows = []
     for spec in lengths:
         told = attach(frame, spec, seed)["predicted_tokens"].to_numpy(float)
-        agreement = longer * np.sign(told[first] - told[second])
         rows.append(
             {
                 "lengths": spec,
                 "mae_tokens": np.abs(told - true).mean(),
                 "mape_pct": 100 * (np.abs(told - true) / true).mean(),
                 "log_bias": np.median(np.log(told / true)),
-                "concordance": (1 + agreement).mean() / 2 if len(agreement) else np.nan,
+                "concordance": metrics.concordance(true, told, np.zeros(len(true), dtype=bool)),
             }
         )
     return pd.DataFrame(rows)
@@ -90,3 +82,24 @@ def gaps(values: pd.DataFrame, metric: str, baseline: str, level: float = 0.95) 
     found = paired_difference(one_point, metric, baseline, level)
     own = values.groupby("policy", sort=False)[metric].mean()
     return found.assign(own=found["policy"].map(own))[["policy", "own", "mean", "low", "high", "seeds", "clear"]]
+
+
+def regained(values: pd.DataFrame, metric: str, best: str, worst: str, cured: str, level: float = 0.95) -> tuple:
+    """(share, low, high): how much of the loss of policy ``worst`` against ``best`` the policy ``cured`` gets back.
+
+    ``values`` has one row for each ``policy`` and ``seed``, at least two seeds. Loss and gain share their seeds and are
+    both uncertain, so the interval is Fieller's (1954) for a ratio of means; where the loss itself is not clear of zero
+    any share may be true, and the interval is infinite.
+    """
+    import numpy as np
+    from scipy.stats import t
+
+    table = values.pivot(index="seed", columns="policy", values=metric)
+    loss, gain = table[worst] - table[best], table[worst] - table[cured]
+    n, a, b = len(table), gain.mean(), loss.mean()
+    (aa, ab), (_, bb) = np.cov(gain, loss) * t.ppf((1 + level) / 2, n - 1) ** 2 / n
+    if b * b <= bb:
+        return a / b, -math.inf, math.inf
+    # The shares r for which the mean of gain - r * loss is not clear of zero lie between the roots of a quadratic.
+    centre, half = a * b - ab, math.sqrt(max((a * b - ab) ** 2 - (a * a - aa) * (b * b - bb), 0.0))
+    return a / b, (centre - half) / (b * b - bb), (centre + half) / (b * b - bb)
