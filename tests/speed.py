@@ -21,6 +21,7 @@ from copy import copy
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numba
 import numpy as np
@@ -320,6 +321,62 @@ def traces(requests, repeats):
     return rows
 
 
+def published_status(repeats, prompt=100, steps=150):
+    """What publishing adds to vLLM's own scheduler on each step of a full engine, in % of what the model takes."""
+    n = ENGINE.max_num_seqs
+    what = f"publishing the status of {n} requests at each step"
+    if importlib.util.find_spec("vllm") is None:
+        return Row(what, np.nan, np.nan, np.nan, "% of the step", note="vLLM is not installed: make vllm adds it")
+    added = []
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            pair = stock_and_publishing(Path(folder))
+            stock_s, publishing_s = (decode_step_s(each, n, prompt, steps) for each in pair)
+            added.append(publishing_s - stock_s)
+    modelled_s = PRESET.cost.step_seconds(n, n, n * (prompt + steps / 2))
+    share = 100 * np.array(added) / modelled_s
+    note = f"{1e6 * statistics.median(added):.0f} us at the median; the step is modelled as {1e3 * modelled_s:.1f} ms"
+    return Row(what, float(share.min()), float(np.median(share)), np.nan, "% of the step", "<= 1", note)
+
+
+def stock_and_publishing(folder):
+    """vLLM's scheduler of ENGINE, and ours over it, which publishes into ``folder``."""
+    from vllm.v1.structured_output import StructuredOutputManager
+
+    from astrolabe_lab.engines.emulation import KEY
+    from astrolabe_lab.status.scheduler import StatusScheduler
+    from astrolabe_lab.vllm_scheduler import scheduler
+
+    stock, vllm_config = scheduler(ENGINE), scheduler(ENGINE).vllm_config
+    vllm_config.additional_config = {KEY: {"status": str(folder / "status"), "steps": str(folder / "steps")}}
+    manager = StructuredOutputManager(vllm_config)
+    return stock, StatusScheduler(vllm_config, stock.kv_cache_config, manager, block_size=ENGINE.block_size)
+
+
+def decode_step_s(scheduler, n, prompt, steps):
+    """Median seconds that a scheduler takes for each of ``steps`` in which ``n`` requests decode."""
+    from vllm.v1.outputs import ModelRunnerOutput
+
+    from astrolabe_lab.vllm_scheduler import request
+
+    sizes = SimpleNamespace(prompt_tokens=prompt, output_tokens=2 * steps, arrived_s=0.0)
+    for rid in range(n):
+        scheduler.add_request(request(SimpleNamespace(rid=rid, **vars(sizes)), 1, None))
+    seconds = []
+    while len(seconds) < steps:
+        began = time.perf_counter()
+        planned = scheduler.schedule()
+        used_s = time.perf_counter() - began
+        rids = list(planned.num_scheduled_tokens)
+        tokens = [[] if scheduler.requests[rid].is_prefill_chunk else [1] for rid in rids]
+        answer = ModelRunnerOutput(rids, {rid: j for j, rid in enumerate(rids)}, tokens)
+        began = time.perf_counter()
+        scheduler.update_from_output(planned, answer)
+        if planned.total_num_scheduled_tokens == n == len(rids):
+            seconds.append(used_s + time.perf_counter() - began)
+    return statistics.median(seconds)
+
+
 def replay_of_a_measured_run(repeats):
     """The simulation within `fidelity.compare`, on the measured GPU run; nothing where that is not at hand."""
     from astrolabe_lab import fidelity
@@ -396,6 +453,7 @@ def main():
         ("predictions", lambda: predictions(requests, repeats, snapshots)),
         ("memory", lambda: [predictor_memory(repeats)]),
         ("traces", lambda: traces(requests, repeats)),
+        ("status", lambda: [published_status(min(repeats, 5))]),
         ("fidelity", lambda: replay_of_a_measured_run(repeats)),
         ("start", lambda: [second_start(requests, repeats)]),
     ):
