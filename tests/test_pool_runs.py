@@ -2,13 +2,16 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 from scripted_pools import scripted_pools
+from test_pool_router import routed
 
 from astrolabe_lab import InputError
 from astrolabe_lab.bench import gates as engine_gates
+from astrolabe_lab.serve.loop_lag import EDGES_S, LoopLag
 from astrolabe_lab.serve.pools.gates import check_pools
-from astrolabe_lab.serve.pools.runs import _claim, _in_time, plan
+from astrolabe_lab.serve.pools.runs import _claim, _in_time, _lags, plan
 
 POLICIES, TRACES = ["round_robin", "least_loaded", "marginal_cost"], ["a", "b", "c"]
 
@@ -101,13 +104,45 @@ def test_a_folder_goes_on_with_its_own_cells_and_refuses_others(tmp_path):
             plan(*wrong)
 
 
-@pytest.mark.parametrize(("late_s", "valid"), [(0.002, True), (0.02, False)])
-def test_a_run_through_a_router_whose_event_loop_was_late_is_invalid(late_s, valid):
-    async def story():
-        async with scripted_pools(1, 1) as ((engine,), _):
-            engine.metrics = f"astrolabe_loop_lag_p99_seconds {late_s}\n"
-            return await asyncio.to_thread(_in_time, {"valid": True, "why": []}, engine.url)
+def late(*seconds):
+    """What a router's ``/metrics`` would tell of its event loop, as ``_lags`` reads it."""
+    lag = LoopLag()
+    for each in seconds:
+        lag.late(each)
+    return lag.counts
 
-    found = asyncio.run(story())
-    assert found["valid"] is valid and found["loop_lag_p99_s"] == late_s
-    assert bool(found["why"]) is not valid
+
+@pytest.mark.parametrize(
+    ("during", "valid", "p99_s"),
+    [
+        ([0.002] * 1000, True, 0.0021),
+        ([0.0049] * 1000, True, 0.005),
+        ([0.02] * 20 + [0.002] * 980, False, 0.02),
+        ([0.02] * 200 + [0.001] * 9000, False, 0.02),  # late at first, in time for the last minute and more
+        ([0.02] * 9 + [0.002] * 991, True, 0.0021),
+        ([99.0] * 100, False, np.inf),
+    ],
+)
+def test_a_run_through_a_router_whose_event_loop_was_late_meanwhile_is_invalid(during, valid, p99_s):
+    start = [0.5] * 300  # while it came up
+    found = _in_time({"valid": True, "why": []}, late(*start), late(*start, *during))
+    assert found["valid"] is valid and bool(found["why"]) is not valid
+    assert found["loop_lag_p99_s"] == pytest.approx(p99_s, rel=0.02)
+
+
+@pytest.mark.parametrize(("before", "after"), [([], []), ([], late(0.001)), (late(0.001), late(0.001))])
+def test_a_router_that_does_not_tell_how_late_it_was_makes_a_run_invalid(before, after):
+    found = _in_time({"valid": True, "why": ["a"]}, before, after)
+    assert not found["valid"] and found["why"] == ["a", "the router does not tell how late its event loop was"]
+
+
+def test_a_router_tells_how_late_its_event_loop_was_since_it_began(tmp_path):
+    async def story():
+        async with scripted_pools(1, 1) as pools, routed(pools, tmp_path / "j") as (router, _, url):
+            for _ in range(7000):
+                router.lag.late(0.02)
+            told = await asyncio.to_thread(_lags, url)
+            assert sum(told) >= 7000 and told[EDGES_S.index(0.02)] == 7000
+            assert await asyncio.to_thread(_lags, pools[0][0].url) == []
+
+    asyncio.run(asyncio.wait_for(story(), 30))

@@ -4,32 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
-from collections import deque
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
 
 EVERY_S = 0.01
-KEPT = 6000  # a minute
+EDGES_S = (*(0.005 * 2 ** (k / 4) for k in range(-16, 41)), math.inf)  # 0.3 ms to 5 s, with 5 ms among them
 
 
 class LoopLag:
-    """Sleeps ``EVERY_S`` again and again and keeps how much longer that took; wall seconds."""
+    """Sleeps ``EVERY_S`` again and again and counts how much longer that took; wall seconds.
+
+    ``counts``: as many as ``EDGES_S``; each counts what was at most that late, and later than the edge before.
+    """
 
     def __init__(self):
-        self._late: deque[float] = deque(maxlen=KEPT)
+        self.counts = [0] * len(EDGES_S)
 
     def p99_s(self) -> float | None:
-        """99th percentile of the lateness, of the last minute watched; None before there is any."""
-        if not self._late:
-            return None
-        ordered = sorted(self._late)
-        return ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
+        """99th percentile of the lateness since the beginning; None before there is any."""
+        return p99_s(self.counts)
+
+    def late(self, seconds: float) -> None:
+        self.counts[bisect_left(EDGES_S, seconds)] += 1
 
     async def watch(self) -> None:
         """Until cancelled."""
         while True:
             begun = time.monotonic()
             await asyncio.sleep(EVERY_S)
-            self._late.append(max(0.0, time.monotonic() - begun - EVERY_S))
+            self.late(max(0.0, time.monotonic() - begun - EVERY_S))
 
     @contextlib.contextmanager
     def watching(self):
@@ -39,3 +45,10 @@ class LoopLag:
             yield self
         finally:
             task.cancel()
+
+
+def p99_s(counts: Sequence[float]) -> float | None:
+    """The edge below which 99 % of ``counts`` (of LoopLag) lie; None of none."""
+    if (total := sum(counts)) <= 0:
+        return None
+    return next(edge for edge, below in zip(EDGES_S, accumulate(counts), strict=True) if below >= 0.99 * total)

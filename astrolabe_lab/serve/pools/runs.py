@@ -20,6 +20,9 @@ from pathlib import Path
 from astrolabe_lab.calibrate.conduct import LAG_BOUND_S
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
+from astrolabe_lab.serve.loop_lag import p99_s
+from astrolabe_lab.serve.pools.records import LAG
+from astrolabe_lab.status.scrape import value_of
 
 AGAIN = "again"
 
@@ -92,8 +95,9 @@ def run_cells(
         bench.require(verdicts)
         options = load(cell) if load else bench.Load(pools.model, time_scale=pools.time_scale, seed=cell.seed)
         with _routed(cluster, cell, port, out / f"{cell.name}.jsonl", constants) as url:
+            before = _lags(url)
             frame = bench.run(url, traces[cell.trace], options, keep=out / f"{cell.name}.rows.jsonl")
-            validity = _in_time(frame.attrs["validity"], url)
+            validity = _in_time(frame.attrs["validity"], before, _lags(url))
         frame = frame.assign(cell=cell.name, policy=cell.label)
         save(frame, path, gates=[asdict(one) for one in verdicts], validity=validity)
         (out / f"{cell.name}.rows.jsonl").unlink(missing_ok=True)
@@ -103,16 +107,26 @@ def run_cells(
     return pd.concat(frames, ignore_index=True)
 
 
-def _in_time(validity: dict, url: str) -> dict:
-    """The validity of a run, with the lateness of its router's event loop in it."""
+def _lags(url: str) -> list[float]:
+    """How often the router's event loop has been how late so far, as ``LoopLag.counts``; empty where it does not
+    tell."""
     import urllib.request
 
     text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
-    told = [line for line in text.splitlines() if line.startswith("astrolabe_loop_lag_p99_seconds ")]
-    late_s = float(told[0].rsplit(" ", 1)[1]) if told else 0.0
-    if late_s < LAG_BOUND_S:
+    below = [value_of(line) for line in text.splitlines() if line.startswith(f"{LAG}_bucket{{")]
+    return [n - before for n, before in zip(below, [0.0, *below], strict=False)]
+
+
+def _in_time(validity: dict, before: list[float], after: list[float]) -> dict:
+    """The validity of a run, with the lateness of its router's event loop meanwhile in it; ``before``, ``after``: of
+    ``_lags``."""
+    late_s = p99_s([n - was for n, was in zip(after, before, strict=True)]) if len(before) == len(after) else None
+    if late_s is None:
+        why = "the router does not tell how late its event loop was"
+    elif late_s <= LAG_BOUND_S:
         return validity | {"loop_lag_p99_s": late_s}
-    why = f"the router's event loop was late: p99 {late_s:.4f} s, allowed {LAG_BOUND_S:g} s"
+    else:
+        why = f"the router's event loop was late: p99 {late_s:.4f} s, allowed {LAG_BOUND_S:g} s"
     return validity | {"loop_lag_p99_s": late_s, "valid": False, "why": [*validity["why"], why]}
 
 
