@@ -14,13 +14,17 @@ from contextlib import contextmanager
 import pytest
 from taggers import CountsLetters, served
 
-from astrolabe_lab import length
+from astrolabe_lab import length, policies
 from astrolabe_lab.cli import main
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length.remote import RemoteTagger
+from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.lengths import lengths_of
 from astrolabe_lab.serve.openai_api import Asked
+from astrolabe_lab.serve.prompt_tokens import ByBytes
+from astrolabe_lab.serve.router import Router
+from astrolabe_lab.sim.config import EngineConfig
 
 
 @pytest.fixture(scope="module")
@@ -100,9 +104,11 @@ def test_killed_it_leaves_the_router_with_the_constant(saved):
         (["--model", "nowhere"], "nowhere is no folder"),
         (["--model", "SAVED", "--port", "70000"], "--port 70000"),
         (["--model", "SAVED", "--host", "256.0.0.1"], "cannot listen at 256.0.0.1"),
-        (["--model", "SAVED", "--constant", "0"], "fallback=0"),
-        (["--model", "SAVED", "--max-batch", "0"], "max_batch=0"),
-        (["--model", "SAVED", "--threads", "0"], "threads=0"),
+        (["--model", "nowhere", "--constant", "0"], "--constant 0 should be from 1 to 1,000,000"),
+        (["--model", "nowhere", "--max-batch", "0"], "--max-batch 0 should be 1 or more"),
+        (["--model", "nowhere", "--max-wait-ms", "-1"], "--max-wait-ms -1 should be from 0 to 60,000"),
+        (["--model", "nowhere", "--timeout-ms", "nan"], "--timeout-ms nan should be from 1 to 60,000"),
+        (["--model", "nowhere", "--threads", "0"], "--threads 0 should be 1 or more"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(capsys, saved, words, said):
@@ -151,6 +157,27 @@ def test_a_serving_model_that_is_unknown_gets_the_constant(tmp_path):
     assert told(spec, request(), other) == [(10, "tagger"), (5, "constant: refused")]
 
 
+def test_a_router_whose_models_are_all_unknown_to_its_length_model_does_not_start(tmp_path):
+    named = length.make("constant").fit(["a", "b"], [10, 30], models=["m", "n"])
+    lengths = lengths_of(f"tagger:{named.save(tmp_path / 'named')}")
+    engines = [Instance(0, "http://127.0.0.1:9", EngineConfig())]
+
+    def router(models):
+        return Router(engines, policies.parse("random"), "random", models, ByBytes(), lengths)
+
+    assert router(["m"]) and router(["other", "n"])
+    with pytest.raises(InputError, match="knows the serving models m, n, and the router answers for other"):
+        router(["other"])
+    asyncio.run(lengths.close())
+
+
+def test_a_model_in_a_routers_process_is_prepared_as_that_of_the_service_is(saved, monkeypatch):
+    prepared = []
+    monkeypatch.setattr("astrolabe_lab.serve.lengths.prepare", lambda model, **how: prepared.append((model.kind, how)))
+    asyncio.run(lengths_of(f"tagger:{saved}").close())
+    assert prepared == [("prompt_ridge", {"max_batch": 32})]
+
+
 @pytest.mark.parametrize(
     "spec, said",
     [
@@ -161,7 +188,8 @@ def test_a_serving_model_that_is_unknown_gets_the_constant(tmp_path):
         ("tagger:http://x,konstant=3", "konstant=3"),
         ("tagger:http://x,constant=none", "whole number"),
         ("tagger:http://x,deadline_ms=soon", "milliseconds"),
-        ("tagger:http://x,deadline_ms=0", "deadline_s=0.0"),
+        ("tagger:http://x,deadline_ms=0", "deadline_ms should be a number of milliseconds above 0"),
+        ("tagger:http://x,deadline_ms=", "deadline_ms should be a number of milliseconds above 0"),
         ("tagger:nowhere", "is no folder"),
     ],
 )

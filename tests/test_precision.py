@@ -7,7 +7,7 @@ import pytest
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.length import make
-from astrolabe_lab.length.precision import choose, choose_threads, encoder_of
+from astrolabe_lab.length.precision import choose, choose_threads, encoder_of, prepare
 
 
 class Paced:
@@ -39,6 +39,17 @@ def test_a_precision_that_is_asked_for_is_taken_untimed():
     assert not model.asked
     with pytest.raises(InputError, match="auto, float32, bfloat16"):
         choose(model, "int8")
+
+
+def test_a_model_is_prepared_for_one_prompt_and_for_a_whole_batch():
+    asked = []
+
+    class Counts(Paced):
+        def predict_quantiles(self, prompts, quantiles=(0.5, 0.9), models=None):
+            asked.append(len(prompts))
+            return super().predict_quantiles(prompts, quantiles, models)
+
+    assert prepare(Counts(9, 9, device="cuda"), max_batch=32) == {} and asked == [1, 32]
 
 
 @pytest.fixture

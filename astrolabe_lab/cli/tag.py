@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.length.precision import CHOICES, ask, choose, choose_threads
+from astrolabe_lab.length.precision import CHOICES, prepare
+from astrolabe_lab.length.tagging import MAX_ANSWER_TOKENS
 
 SUMMARY = "serve a length model: POST /tag tells how long an answer will be"
 EXAMPLE = "astrolabe tag --model outputs/length --port 8100"
@@ -45,8 +47,7 @@ def tag(args):
     from astrolabe_lab import length
     from astrolabe_lab.length.artifact import read_manifest
 
-    if not 0 <= args.port <= 65535:
-        raise InputError(f"--port {args.port} should be from 0 to 65535")
+    _check(args)
     limits = Limits(max_batch=args.max_batch, max_wait_s=args.max_wait_ms / 1e3, timeout_s=args.timeout_ms / 1e3)
     sock = listen(args.host, args.port)
     with sock:
@@ -54,15 +55,25 @@ def tag(args):
         estimator = length.load(args.model)
         manifest = read_manifest(args.model)
         fallback = round(estimator.median_tokens_) if args.constant is None else args.constant
-        precision = choose(estimator, args.precision)
-        threads = choose_threads(estimator, args.threads)
-        for size in (1, limits.max_batch):  # what is compiled and allocated on first use, before anybody waits for it
-            ask(estimator, size)
         about = {"kind": manifest["kind"], "model_hash": manifest["weights"].removeprefix("weights-")}
-        if precision:
-            about |= {"precision": precision, "threads": threads}
+        about |= prepare(estimator, args.precision, args.threads, limits.max_batch)
         app = create_app(estimator, fallback=fallback, model_hash=about["model_hash"], limits=limits)
         ready = {"url": address(sock), "role": "tagger", "constant": fallback} | about
         serve(app, sock, lambda: print(json.dumps(ready), file=sys.__stdout__, flush=True))
     print("astrolabe: the tagger has ended", file=sys.stderr, flush=True)
     return None, None
+
+
+def _check(args) -> None:
+    """Raise InputError for a number that is out of its range, by the option's name, before anything is loaded."""
+    for option, value, least, most in (
+        ("--port", args.port, 0, 65535),
+        ("--constant", args.constant, 1, MAX_ANSWER_TOKENS),
+        ("--max-batch", args.max_batch, 1, math.inf),
+        ("--max-wait-ms", args.max_wait_ms, 0, 60_000),
+        ("--timeout-ms", args.timeout_ms, 1, 60_000),
+        ("--threads", args.threads, 1, math.inf),
+    ):
+        if value is not None and not least <= value <= most:
+            upto = f"from {least} to {most:,}" if math.isfinite(most) else f"{least} or more"
+            raise InputError(f"{option} {value:g} should be {upto}")

@@ -12,6 +12,18 @@ SPEED_UP = 0.7  # of one core's time: less is not worth a second core, which cli
 TRIES = 7
 
 
+def prepare(estimator, precision: str = "auto", threads: int | None = None, max_batch: int = 1) -> dict:
+    """Make ``estimator`` ready to answer, before anybody waits for it; ``{"precision", "threads"}`` as ``choose`` and
+    ``choose_threads`` set them, {} where there is no encoder on the CPU.
+
+    What is compiled and allocated on first use is so afterwards, for one prompt and for ``max_batch``.
+    """
+    chosen, cores = choose(estimator, precision), choose_threads(estimator, threads)
+    for size in (1, max_batch):
+        ask(estimator, size)
+    return {"precision": chosen, "threads": cores} if chosen else {}
+
+
 def choose(estimator, precision: str = "auto") -> str:
     """Set the precision of the encoder within ``estimator`` and return it; "" where there is none on the CPU.
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.length.precision import prepare
 from astrolabe_lab.length.remote import RemoteTagger
 from astrolabe_lab.length.tagging import Tag, Tagger
 
@@ -13,6 +15,7 @@ from .openai_api import Asked
 
 SPECS = "constant:N, or tagger:DIR or tagger:URL with ,constant=N and ,deadline_ms=X"
 DEADLINE_MS = 50.0
+MAX_BATCH = 32  # prompts at once, of a model in this process
 
 
 @dataclass
@@ -20,12 +23,14 @@ class Lengths:
     """``await lengths(asked)`` is (predicted_tokens, where it came from).
 
     What the client says (``x-predicted-tokens``) goes first, then ``tag(prompt, model)``, without one ``constant``; no
-    prediction is longer than the request's ``max_tokens``. ``end()`` ends what is behind ``tag``.
+    prediction is longer than the request's ``max_tokens``. ``end()`` ends what is behind ``tag``. ``knows``: the
+    serving models that the length model tells apart; others get the constant.
     """
 
     constant: int
     tag: Callable[[str, str], Awaitable[Tag]] | None = None
     end: Callable[[], Awaitable[None]] | None = None
+    knows: tuple[str, ...] = ()
 
     async def __call__(self, asked: Asked) -> tuple[int, str]:
         predicted, source = self.constant, "constant"
@@ -39,6 +44,15 @@ class Lengths:
         if asked.max_tokens is not None and 1 <= asked.max_tokens < predicted:
             predicted = asked.max_tokens
         return predicted, source
+
+    def check_models(self, models: list[str]) -> None:
+        """Raise InputError where the length model knows none of the models that a router answers for."""
+        if self.knows and not set(self.knows) & set(models):
+            raise InputError(
+                f"the length model knows the serving models {', '.join(self.knows)}, and the router answers for "
+                f"{', '.join(models)}: every request would get the constant. Name the model as it does, or train "
+                "one on answers of this model"
+            )
 
     async def close(self) -> None:
         """End what is behind it."""
@@ -67,9 +81,11 @@ def lengths_of(spec: str) -> Lengths:
         told[name] = text
     constant = None if told["constant"] is None else _whole(spec, told["constant"])
     try:
-        deadline_s = float(told["deadline_ms"] or DEADLINE_MS) / 1e3
+        deadline_s = float(DEADLINE_MS if told["deadline_ms"] is None else told["deadline_ms"]) / 1e3
     except ValueError:
-        raise InputError(f"lengths {spec!r}: deadline_ms should be a number of milliseconds") from None
+        deadline_s = math.nan
+    if not 0 < deadline_s <= 60:
+        raise InputError(f"lengths {spec!r}: deadline_ms should be a number of milliseconds above 0, at most 60000")
     if where.startswith(("http://", "https://")):
         remote = RemoteTagger(where, deadline_s, constant or 256)
         return Lengths(remote.fallback, remote.tag, remote.close)
@@ -82,9 +98,10 @@ def _in_process(directory: str, deadline_s: float, constant: int | None) -> Leng
     from astrolabe_lab import length
 
     estimator = length.load(directory)
+    prepare(estimator, max_batch=MAX_BATCH)
     if constant is None:
         constant = max(1, round(estimator.median_tokens_))
-    tagger = Tagger(estimator, deadline_s, constant)
+    tagger = Tagger(estimator, deadline_s, constant, max_batch=MAX_BATCH)
     knows = set(estimator.models_)
 
     async def tag(prompt: str, model: str) -> Tag:
@@ -95,7 +112,7 @@ def _in_process(directory: str, deadline_s: float, constant: int | None) -> Leng
     async def end() -> None:
         await asyncio.to_thread(tagger.close)
 
-    return Lengths(constant, tag, end)
+    return Lengths(constant, tag, end, tuple(estimator.models_))
 
 
 def _whole(spec: str, text: str) -> int:

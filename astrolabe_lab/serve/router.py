@@ -71,6 +71,8 @@ class Router:
     def __post_init__(self):
         if not self.instances:
             raise InputError("a router needs at least one engine")
+        if hasattr(self.lengths, "check_models"):
+            self.lengths.check_models(self.models)
         if self.ask is not None and getattr(self.policy, "foresight", "none") != "none":
             raise InputError(
                 f"policy {self.policy_name!r}: sidecars predict without foresight; leave foresight or the sidecars out"
