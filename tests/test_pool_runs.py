@@ -1,17 +1,23 @@
 """Before and around runs on pools: gates over scripted engines, and cells that are interleaved and resumable."""
 
 import asyncio
+import threading
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 from scripted_pools import scripted_pools
 from test_pool_router import routed
 
-from astrolabe_lab import InputError
+from astrolabe_lab import InputError, bench
+from astrolabe_lab.arrivals import with_arrivals
 from astrolabe_lab.bench import gates as engine_gates
+from astrolabe_lab.engines.cluster_file import ClusterFile, read_cluster, write_cluster
+from astrolabe_lab.generators import families
 from astrolabe_lab.serve.loop_lag import EDGES_S, LoopLag
 from astrolabe_lab.serve.pools.gates import check_pools
-from astrolabe_lab.serve.pools.runs import _claim, _in_time, _lags, plan
+from astrolabe_lab.serve.pools.runs import _claim, _identity, _in_time, _lags, plan, run_cells
+from astrolabe_lab.sim.config import EngineConfig
 
 POLICIES, TRACES = ["round_robin", "least_loaded", "marginal_cost"], ["a", "b", "c"]
 
@@ -93,15 +99,95 @@ def test_the_a_a_cell_differs_in_its_draws_alone():
     assert first.label != again.label
 
 
-def test_a_folder_goes_on_with_its_own_cells_and_refuses_others(tmp_path):
-    cells = plan(POLICIES, TRACES)
-    port = _claim(tmp_path, cells)
-    assert _claim(tmp_path, cells) == port
-    with pytest.raises(InputError, match="holds other cells"):
-        _claim(tmp_path, plan(POLICIES, ["a"]))
+def test_policies_and_traces_must_be_distinct():
     for wrong in (([], ["a"]), (["x", "x"], ["a"]), (["x"], [])):
         with pytest.raises(InputError, match="distinct names"):
             plan(*wrong)
+
+
+@contextmanager
+def cluster_of_scripted_pools(folder):
+    """The folder of a cluster of 1 + 2 scripted engines, which answer in a thread meanwhile."""
+    loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+
+    async def serve():
+        async with scripted_pools(1, 2) as (prefill, decode):
+            engines = [
+                {"url": engine.url, "role": role, "status": str(folder / "none")}
+                for role, pool in (("prefill", prefill), ("decode", decode))
+                for engine in pool
+            ]
+            write_cluster(folder, engines, EngineConfig(), None, 1.0, "m", "", "hardware")
+            ready.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
+    thread.start()
+    assert ready.wait(30)
+    try:
+        yield folder
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(30)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_runs_go_on_where_they_were_broken_off_and_only_with_what_they_began_with(tmp_path):
+    folder, out = tmp_path / "pools", tmp_path / "out"
+    folder.mkdir()
+    traces = {"a": with_arrivals(families.generate("chat", 6, seed=0, text=False), 50, "poisson", 0)}
+    traces["a"]["output_tokens"] = 4
+    cells = plan(["round_robin"], ["a"])
+    said = []
+
+    def interrupt(line):
+        raise Interrupted(line)
+
+    def again(say=said.append, cells=cells, traces=traces, constants=("--constants-from", "paper"), load=None):
+        return run_cells(folder, cells, traces, out, [*constants], load, say)
+
+    with cluster_of_scripted_pools(folder):
+        with pytest.raises(Interrupted, match="cell 1 of 2"):
+            again(interrupt)
+        frame = again()
+        assert len(said) == 2 and said[0].endswith(": kept") and "'ok': 6" in said[1]
+        assert frame.groupby("cell").size().tolist() == [6, 6] and (frame["status"] == "ok").all()
+        assert len(again(lambda line: None)) == 12
+
+        other = {"a": traces["a"].assign(output_tokens=5)}
+        for part, change in {
+            "cells": {"cells": cells[:1]},
+            "traces": {"traces": other},
+            "constants": {"constants": ["--constants-from", "paper-simulator"]},
+            "load": {"load": lambda cell: bench.Load("m", concurrency=2)},
+        }.items():
+            with pytest.raises(InputError, match=f"holds runs of other {part}"):
+                again(interrupt, **change)
+        write_cluster(
+            folder, read_cluster(folder).engines, EngineConfig(max_num_seqs=7), None, 1.0, "m", "", "hardware"
+        )
+        with pytest.raises(InputError, match="holds runs of other engines: give those again"):
+            again(interrupt)
+
+
+def test_what_is_in_the_file_of_constants_counts(tmp_path):
+    file, cells = tmp_path / "c.json", plan(["round_robin"], ["a"])
+    traces = {"a": families.generate("chat", 6, seed=0, text=False)}
+    pools = ClusterFile([], EngineConfig(), None, 1.0, "m", "", "hardware")
+    loads = {cell.name: bench.Load("m", api_key="secret") for cell in cells}
+
+    def identity():
+        return _identity(pools, cells, traces, ["--constants-from", str(file)], loads)
+
+    file.write_text("{}")
+    port = _claim(tmp_path, identity())
+    assert _claim(tmp_path, identity()) == port and "secret" not in (tmp_path / "cells.json").read_text()
+    file.write_text("{ }")
+    with pytest.raises(InputError, match="other constants"):
+        _claim(tmp_path, identity())
 
 
 def late(*seconds):

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from astrolabe_lab.calibrate.conduct import LAG_BOUND_S
 from astrolabe_lab.errors import InputError
@@ -23,6 +24,10 @@ from astrolabe_lab.rng import stream
 from astrolabe_lab.serve.loop_lag import p99_s
 from astrolabe_lab.serve.pools.records import LAG
 from astrolabe_lab.status.scrape import value_of
+from astrolabe_lab.sweep.identity import fingerprint, of_requests
+
+if TYPE_CHECKING:
+    from astrolabe_lab.engines.cluster_file import ClusterFile
 
 AGAIN = "again"
 
@@ -68,8 +73,9 @@ def run_cells(
     """One frame of all cells' requests, with ``cell`` and ``policy``; files in ``out``: a frame and a journal a cell.
 
     ``cluster``: the folder of running pools; ``traces``: frames by name; ``constants``: the options that tell
-    ``astrolabe route`` what to price with, like ``["--calibration", "C.json"]``. Raises InputError for a trace that is
-    missing, or ``out`` holding other cells; GateError where engines cannot be isolated.
+    ``astrolabe route`` what to price with, like ``["--calibration", "C.json"]``; ``load``: how a cell's trace is sent
+    (cell -> ``bench.Load``). Raises InputError for a trace that is missing, or ``out`` holding runs of other cells,
+    traces, constants, engines or load; GateError where engines cannot be isolated.
     """
     import pandas as pd
 
@@ -82,7 +88,11 @@ def run_cells(
         raise InputError(f"no trace is called {', '.join(missing)}; there are {', '.join(traces)}")
     pools, out = read_cluster(cluster), Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    port = _claim(out, cells)
+    loads = {
+        cell.name: load(cell) if load else bench.Load(pools.model, time_scale=pools.time_scale, seed=cell.seed)
+        for cell in cells
+    }
+    port = _claim(out, _identity(pools, cells, traces, constants, loads))
     engines = [engine["url"] for engine in pools.engines]
     frames = []
     for number, cell in enumerate(cells, 1):
@@ -93,10 +103,9 @@ def run_cells(
             continue
         verdicts = asyncio.run(bench.check(engines, pools.model, bench.ISOLATION, pools.time_scale))
         bench.require(verdicts)
-        options = load(cell) if load else bench.Load(pools.model, time_scale=pools.time_scale, seed=cell.seed)
         with _routed(cluster, cell, port, out / f"{cell.name}.jsonl", constants) as url:
             before = _lags(url)
-            frame = bench.run(url, traces[cell.trace], options, keep=out / f"{cell.name}.rows.jsonl")
+            frame = bench.run(url, traces[cell.trace], loads[cell.name], keep=out / f"{cell.name}.rows.jsonl")
             validity = _in_time(frame.attrs["validity"], before, _lags(url))
         frame = frame.assign(cell=cell.name, policy=cell.label)
         save(frame, path, gates=[asdict(one) for one in verdicts], validity=validity)
@@ -130,19 +139,40 @@ def _in_time(validity: dict, before: list[float], after: list[float]) -> dict:
     return validity | {"loop_lag_p99_s": late_s, "valid": False, "why": [*validity["why"], why]}
 
 
-def _claim(out: Path, cells: list[Cell]) -> int:
-    """The port that the cells' routers listen on, the same after a break; ``out`` belongs to these cells."""
+def _identity(pools: ClusterFile, cells: list[Cell], traces: dict, constants: list[str], loads: dict) -> dict:
+    """What makes the frames of a folder comparable, each part by itself; of all but the cells, fingerprints.
+
+    Engines may come back at other URLs; what is in a file that ``constants`` names counts, not only its name.
+    """
+    engine = [asdict(pools.config), pools.cost and pools.cost.to_dict(), pools.time_scale, pools.model, pools.world]
+    files = [Path(word).read_bytes() for word in constants if Path(word).is_file()]
+    hows = {name: {k: v for k, v in asdict(load).items() if k != "api_key"} for name, load in loads.items()}
+    used = sorted({cell.trace for cell in cells})
+    return {
+        "cells": [asdict(cell) for cell in cells],
+        "traces": {name: fingerprint(of_requests(traces[name]), *traces[name].get("prompt", ())) for name in used},
+        "constants": fingerprint(*constants, *files),
+        "engines": fingerprint(json.dumps([engine, [each.get("role") for each in pools.engines]])),
+        "load": fingerprint(json.dumps(hows, sort_keys=True)),
+    }
+
+
+def _claim(out: Path, told: dict) -> int:
+    """The port that the cells' routers listen on, the same after a break; ``out`` belongs to the runs of ``told``."""
     from astrolabe_lab.engines.engine_process import free_port
     from astrolabe_lab.record import write_whole
 
-    path, told = out / "cells.json", [asdict(cell) for cell in cells]
+    path = out / "cells.json"
     if path.exists():
         known = json.loads(path.read_text())
-        if known["cells"] != told:
-            raise InputError(f"folder {str(out)!r} holds other cells: name another one, or remove it")
+        if other := [name for name, value in told.items() if known.get(name) != value]:
+            raise InputError(
+                f"folder {str(out)!r} holds runs of other {', '.join(other)}: give those again, name another folder, "
+                "or remove it"
+            )
         return known["port"]
     port = free_port()
-    write_whole(path, json.dumps({"port": port, "cells": told}, indent=1))
+    write_whole(path, json.dumps({"port": port, **told}, indent=1))
     return port
 
 
