@@ -2,16 +2,18 @@
 
 import asyncio
 
+import numpy as np
 import pandas as pd
 import pytest
 from scripted_engine import scripted_engines
 from test_router import routed
 
+from astrolabe_lab.cli import main
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.predictor import Predictor
 from astrolabe_lab.serve import check, probes
-from astrolabe_lab.serve.replay import replay
+from astrolabe_lab.serve.replay import replay, summary
 from astrolabe_lab.sim.config import EngineConfig
 
 CONFIG, COST = EngineConfig(), StepCost.parse("base_s=0.02")
@@ -74,6 +76,18 @@ def test_a_replay_of_probes_knows_the_measured_regret_of_any_policy(tmp_path):
         chosen = found.set_index(["rid", "instance"])["e2e_s"]
         for rid, row in frame.iterrows():
             assert row["measured_regret_s"] == pytest.approx(chosen[rid, row["instance"]] - best[rid])
+
+
+def test_the_router_chose_nothing_where_it_probed(tmp_path, capsys):
+    probed(tmp_path / "j")
+    frame = replay(tmp_path / "j", "least_loaded")
+    assert frame["recorded_instance"].isna().all() and frame["recorded_regret_s"].isna().all()
+    told = summary(frame)
+    assert told["probes"] == told["decisions"] == 6 and told["best_share"] >= 0
+    assert np.isnan(told["agreement"]) and np.isnan(told["recorded_best_share"])
+    assert main(["replay", str(tmp_path / "j"), "--policy", "least_loaded"]) == 0
+    text = capsys.readouterr().out
+    assert "6 of them are probes" in text and "router's own" not in text and "nan" not in text
 
 
 def test_an_engine_that_fails_its_probe_spoils_that_probe_only(tmp_path):

@@ -113,12 +113,15 @@ def test_an_engine_that_fails_before_its_first_byte_is_passed_over(tmp_path):
                 router.policy.count = 0
                 router.instances[0].breaker.succeeded()
             assert router.counters.retries == 3
+            engines[0].script = engines[1].script = "refuse"  # two fail it: nothing is tried after the second
+            assert (await ask(session, url))[0] >= 500
+            assert router.counters.retries == 4
             assert [len(i.ledger) for i in router.instances] == [0, 0]
 
     run(story())
     found = outcomes(tmp_path / "j")
     assert len(found["ok"]) == 3
-    assert len(found["retried"]) == 3
+    assert len(found["retried"]) == 5
 
 
 def test_an_engine_that_dies_in_mid_stream_fails_the_request_once_and_says_so(tmp_path):

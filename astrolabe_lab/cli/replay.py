@@ -33,23 +33,32 @@ def replay(args: argparse.Namespace) -> tuple[dict, str]:
 
     out = check_output(args.out) if args.out else None
     kept = Path(f"{out}.replaying") if out else None
-    if kept is not None and kept.exists():
-        print(f"replay: going on from {kept}", file=sys.stderr)
+
+    def goes_on(rows: int) -> None:
+        print(f"replay: going on from the {rows:,} decisions in {kept}", file=sys.stderr, flush=True)
 
     def progress(done: int) -> None:
         if done % 5000 == 0:
             print(f"replay: {done:,} decisions", file=sys.stderr, flush=True)
 
     cost = preset(args.preset).cost if args.preset else None
-    frame = decide_again(args.journal, args.policy, args.seed, cost, kept, progress)
+    frame = decide_again(args.journal, args.policy, args.seed, cost, kept, progress, goes_on)
     told = {"journal": args.journal, **summary(frame)}
     text = [
-        f"{told['decisions']:,} decisions under {told['policy']}, {told['agreement']:.1%} as the router's own",
+        f"{told['decisions']:,} decisions under {told['policy']}",
         f"regret        mean {told['regret_mean_s']:.4f} s   p99 {told['regret_p99_s']:.4f} s   "
         f"best of the candidates {told['best_share']:.1%}",
-        f"router's own  mean {told['recorded_regret_mean_s']:.4f} s   p99 {told['recorded_regret_p99_s']:.4f} s   "
-        f"best of the candidates {told['recorded_best_share']:.1%}",
     ]
+    if told["probes"] < told["decisions"]:
+        text[0] += f", {told['agreement']:.1%} as the router's own"
+        text.append(
+            f"router's own  mean {told['recorded_regret_mean_s']:.4f} s   p99 {told['recorded_regret_p99_s']:.4f} s   "
+            f"best of the candidates {told['recorded_best_share']:.1%}"
+        )
+    if told["probes"]:
+        text.append(
+            f"{told['probes']:,} of them are probes, which went to all candidates: the router chose nothing there"
+        )
     if told["torn_line"] is not None:
         text.append(f"line {told['torn_line']} is torn (its writer ended while it wrote) and was left out")
     if told["without_status"]:

@@ -51,26 +51,29 @@ def replay(
     cost: StepCost | None = None,
     kept_in: str | Path | None = None,
     progress: Callable[[int], None] | None = None,
+    goes_on: Callable[[int], None] | None = None,
 ) -> pd.DataFrame:
     """One row a decision of the journal: where ``policy`` would have sent the request, and what that would have cost.
 
-    ``instance``: the policy's choice, beside ``recorded_instance`` and ``best_instance`` (the lowest predicted E2E
-    among the candidates); ``regret_s`` = predicted E2E of the choice - that of the best (inf where it does not fit
-    there, NaN where it fits nowhere), ``recorded_regret_s`` that of the journal's own choice. ``measured_e2e_s``: where
-    the policy chose what was done, or the journal has a probe of it; ``measured_regret_s``: where all candidates were
-    measured. Times in modelled s.
+    ``instance``: the policy's choice, beside ``recorded_instance`` (NaN of a probe, which went to all) and
+    ``best_instance`` (the lowest predicted E2E among the candidates); ``regret_s`` = predicted E2E of the choice - that
+    of the best (inf where it does not fit there, NaN where it fits nowhere), ``recorded_regret_s`` that of the
+    journal's own choice (NaN of a probe). ``measured_e2e_s``: where the policy chose what was done, or the journal has
+    a probe of it; ``measured_regret_s``: where all candidates were measured. Times in modelled s.
 
     ``seed``: of the policy's draws (default: the router's own: the journal's policy then decides as it did). ``cost``:
     for routers that had no Predictors. ``kept_in``: a file that rows are kept in as they come, from which an ended
-    replay goes on; it is removed at the end. ``attrs``: ``torn_line`` (number or None), ``without_status`` (decisions
-    of an earlier journal, left out), ``policy, seed``. Raises InputError for a file that is no journal, or lacks what
-    is needed.
+    replay goes on (``goes_on(rows)`` is told how many there were); it is removed at the end. ``attrs``: ``torn_line``
+    (number or None), ``without_status`` (decisions of an earlier journal, left out), ``policy, seed``. Raises
+    InputError for a file that is no journal, or lacks what is needed.
     """
     import pandas as pd
 
     policy = policies.parse(policy) if isinstance(policy, str) else policy
     replayer = Replayer(path, policy, seed, cost)
     with Kept(kept_in, identity_of(path, policies.spec(policy), seed, cost)) as kept:
+        if kept.resumed and goes_on is not None:
+            goes_on(kept.resumed)
         rows = list(replayer.rows(kept, progress))
     for row in rows:
         replayer.measure(row)
@@ -84,11 +87,14 @@ def replay(
 
 def summary(frame: pd.DataFrame) -> dict:
     """What a replay says in numbers: how often the policy's choice and the journal's were the best of the candidates,
-    how often they agree, and their mean and 99th percentile of regret, in s, where the request fitted."""
+    how often they agree, and their mean and 99th percentile of regret, in s, where the request fitted. The journal
+    chose nothing where it probed: those ``probes`` count for the policy alone."""
     told = {"decisions": len(frame), **frame.attrs}
     priced = frame[np.isfinite(frame["best_e2e_s"])]
     told["priced"] = len(priced)
-    told["agreement"] = _mean(frame["instance"] == frame["recorded_instance"])
+    own = frame[frame["recorded_instance"].notna()]
+    told["probes"] = len(frame) - len(own)
+    told["agreement"] = _mean(own["instance"] == own["recorded_instance"])
     for name, column in (("", "regret_s"), ("recorded_", "recorded_regret_s"), ("measured_", "measured_regret_s")):
         regret = priced[column]
         finite = regret[np.isfinite(regret)]
@@ -216,7 +222,7 @@ class Replayer:
             index = check_choice(self.policy.choose(request, view, rng), len(view), self.name)
             if row is None or self._learns:
                 e2e_s = view.predict(request, "e2e_s", range(len(view)))
-                if (prediction := view.predictions.get(recorded)) is not None:
+                if not entry.get("probe") and (prediction := view.predictions.get(recorded)) is not None:
                     self._open[request.rid] = prediction
             if row is None:
                 row = self._row(entry, request, view.instances, index, e2e_s)
@@ -249,7 +255,8 @@ class Replayer:
     def _row(entry: dict, request: Request, instances: tuple, index: int, e2e_s: np.ndarray) -> dict:
         best = int(np.argmin(e2e_s))
         fits = math.isfinite(e2e_s[best])
-        at = instances.index(entry["instance"])
+        own = math.nan if entry.get("probe") else entry["instance"]
+        own_e2e_s = math.nan if entry.get("probe") else float(e2e_s[instances.index(own)])
         return {
             "rid": request.rid,
             "attempt": entry["attempt"],
@@ -260,13 +267,13 @@ class Replayer:
             "slo": request.slo,
             "candidates": len(instances),
             "instances": list(instances),
-            "recorded_instance": entry["instance"],
+            "recorded_instance": own,
             "instance": instances[index],
             "best_instance": instances[best] if fits else -1,
             "predicted_e2e_s": float(e2e_s[index]),
             "best_e2e_s": float(e2e_s[best]),
             "regret_s": float(e2e_s[index] - e2e_s[best]) if fits else math.nan,
-            "recorded_regret_s": float(e2e_s[at] - e2e_s[best]) if fits else math.nan,
+            "recorded_regret_s": own_e2e_s - float(e2e_s[best]) if fits else math.nan,
         }
 
     def _learn(self, entry: dict) -> None:

@@ -224,12 +224,12 @@ class Router:
         tried: dict[int, Unanswered] = {}
         while True:
             decision = await self._choose(request, tried)
+            self.records.counters.retries += bool(tried)
             self.records.decision(asked, request, decision, len(tried), *origins)
             answer = await self._dispatch(http, asked, request, decision)
             if not isinstance(answer, Unanswered):
                 return answer
             tried[decision.instance.index] = answer
-            self.records.counters.retries += 1
             if len(tried) >= self.limits.tries or sum(t.reached for t in tried.values()) >= self.limits.failures:
                 raise given_up(tried)
 

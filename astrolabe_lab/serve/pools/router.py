@@ -146,11 +146,11 @@ class PoolRouter(Router):
                         handle = None if given else handle
                     return answer
                 tried[pair.decode.index] = answer
-                self.records.counters.retries += 1
                 if len(tried) >= self.limits.tries or sum(t.reached for t in tried.values()) >= self.limits.failures:
                     raise given_up(tried)
                 nobody = set() if pair.prefill else {i.index for i in self.prefill_pool}
                 pair = self._choose_pair(request, nobody, set(tried), len(tried), keep=pair.prefill)
+                self.records.counters.retries += 1
                 self._enter(request, pair, asked, len(tried), origins)
                 self.pairs.prefilled(request.rid, self.now_s())
         finally:
@@ -164,6 +164,7 @@ class PoolRouter(Router):
         tried: dict[int, Unanswered] = {}
         while True:
             pair = self._choose_pair(request, set(tried), set(), len(tried))
+            self.records.counters.retries += bool(tried)
             self._enter(request, pair, asked, len(tried), origins)
             if pair.prefill is None:
                 self.pairs.prefilled(request.rid, self.now_s())
@@ -177,7 +178,6 @@ class PoolRouter(Router):
                 self.records.counters.recomputed += not answer
                 return pair, answer or None, None
             tried[pair.prefill.index] = answer
-            self.records.counters.retries += 1
             if sum(t.reached for t in tried.values()) >= self.limits.failures:
                 raise given_up(tried)
 
