@@ -10,7 +10,7 @@ import pytest
 from astrolabe_lab import arrivals, cli, length, trace
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import sharegpt_like
-from astrolabe_lab.measure import SLO, compare, interval, summarise
+from astrolabe_lab.measure import COMPARED, SLO, compare, interval, seeds_needed, summarise
 from astrolabe_lab.rerun import can_rerun, rerun
 from astrolabe_lab.sim.cluster import simulate
 
@@ -138,6 +138,14 @@ def test_the_seeds_needed_fall_with_the_square_of_the_effect(many):
     assert few > 30 and more == pytest.approx(16 * few, rel=0.1)
 
 
+def test_the_seeds_needed_are_those_that_win_among_all_rows(many):
+    alone, among = (compare(*many, metrics=names, effect_pct=0.4) for names in (["e2e_mean_s"], COMPARED))
+    spread = (summarise(many[1])["e2e_mean_s"] - summarise(many[0])["e2e_mean_s"]).std()
+    effect = 0.004 * alone.a[0]
+    assert alone.seeds_needed[0] == seeds_needed(spread, effect)
+    assert row(among, "e2e_mean_s").seeds_needed == seeds_needed(spread, effect, 1 - 0.05 / len(COMPARED))
+
+
 def test_runs_on_other_requests_are_refused(many):
     a, b = many
     moved = b.assign(arrived_s=b.arrived_s + 0.1 * (b.seed == 3))
@@ -183,6 +191,13 @@ def test_one_run_tells_of_a_difference_as_surely_as_it_says_though_requests_depe
         wins += found.winner != "no winner"
     assert np.mean(hits) >= 0.89
     assert wins / len(hits) <= 0.11
+
+
+@pytest.mark.parametrize("metric", ["output_tokens_per_s", "duration_s", "ttft_p99_third_s"])
+def test_one_run_has_no_interval_of_what_is_not_of_its_requests(metric):
+    a, b = (correlated(np.random.default_rng(seed), 2000, 0.0)[0] for seed in range(2))
+    found = compare(a, b, metrics=["ttft_p99_s", metric])
+    assert found.interval.tolist() == ["over tenths of one run", "none: one seed"]
 
 
 def test_past_capacity_one_run_gives_no_interval():

@@ -228,7 +228,7 @@ def _text(found: pd.DataFrame, names: list[str], args) -> str:
         "",
         f"{seeds} seed{'s' * (seeds > 1)}; intervals: {kinds}; p corrected for the {len(found)} rows (Holm).",
         "A/A: A against itself, on the same requests with other draws of the router (luck), and with other arrivals.",
-        f"seeds: needed to see a difference of {args.effect_pct:g} % with 80 % power.",
+        f"seeds: needed to see a difference of {args.effect_pct:g} % with 80 % power, corrected for the rows.",
     ]
     for side in "ab":
         if lost := int((found.drop_duplicates("qps") if several else found.head(1))[f"{side}_lost"].sum()):

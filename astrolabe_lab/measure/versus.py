@@ -25,6 +25,7 @@ METRICS = (
 KINDS = {"policy": "same requests, other luck of the router", "arrivals": "other arrivals"}
 OF_LUCK = "over the router's luck alone: every seed has the same requests at the same times"
 TENTHS = 10
+OF_REQUESTS = ("ttft_", "tpot_", "e2e_", "itl_")  # metrics that are of each request, so that a tenth of a run has them
 EFFECT_PCT = 2.0
 
 
@@ -50,7 +51,8 @@ def compare(
     percent of A's mean `pct, low_pct, high_pct`; `interval` (what that is), `seeds`, `p` and `p_holm`
     (corrected for the rows of the table); `winner` ("A", "B" or "no winner": p_holm at least 1 - level);
     `aa_policy_pct, aa_policy_low_pct, aa_policy_high_pct`, the same of A against itself, and `aa_arrivals_...`;
-    `seeds_needed`, to show a difference of `effect_pct` percent with 80 % power; `a_lost, b_lost`, the requests of
+    `seeds_needed`, to show a difference of `effect_pct` percent with 80 % power as one of the rows of the table,
+    corrected for them (Bonferroni: no row needs more); `a_lost, b_lost`, the requests of
     each side that did not end well.
 
     Where one side lost more requests than the other (by over a thousandth of those sent), it wins no row that is of
@@ -79,12 +81,13 @@ def compare(
     _check_paired(a, b)
     if "policy" in others:
         _check_paired(a, others["policy"])
-    rows = []
-    for qps in a.summary["qps"].unique().tolist():
+    rows, rates = [], a.summary["qps"].unique().tolist()
+    strict = 1 - (1 - level) / (len(metrics) * len(rates)) if metrics else level
+    for qps in rates:
         one, two = a.at(qps), b.at(qps)
         same = {kind: side.at(qps) for kind, side in others.items()}
         for metric in metrics:
-            rows.append({"qps": qps} | _row(metric, one, two, same, level, effect_pct))
+            rows.append({"qps": qps} | _row(metric, one, two, same, level, strict, effect_pct))
     found = pd.DataFrame(rows)
     found["p_holm"] = holm(found["p"])
     better = np.where([higher_is_better(name) for name in found["metric"]], -1, 1) * found["difference"]
@@ -190,7 +193,10 @@ def _check_paired(a: _Side, b: _Side) -> None:
         )
 
 
-def _row(metric: str, a: _Side, b: _Side, again: Mapping[str, _Side], level: float, effect_pct: float) -> dict:
+def _row(
+    metric: str, a: _Side, b: _Side, again: Mapping[str, _Side], level: float, strict: float, effect_pct: float
+) -> dict:
+    """One row; `strict` is the level at which it would be clear among all rows, wherever its p stands among theirs."""
     base = float(a.summary[metric].mean())
     row = {"metric": metric, "a": base, "b": float(b.summary[metric].mean())}
     row |= _difference(metric, a, b, base, level)
@@ -206,7 +212,7 @@ def _row(metric: str, a: _Side, b: _Side, again: Mapping[str, _Side], level: flo
         row |= {f"aa_{kind}_{name}": aa[name] for name in ("pct", "low_pct", "high_pct")}
     spread = row.pop("spread")
     effect = abs(base) * effect_pct / 100
-    row["seeds_needed"] = seeds_needed(spread, effect, level) if effect > 0 and math.isfinite(effect) else math.nan
+    row["seeds_needed"] = seeds_needed(spread, effect, strict) if effect > 0 and math.isfinite(effect) else math.nan
     return row
 
 
@@ -249,7 +255,8 @@ def _within(metric: str, a: _Side, b: _Side, gap: float, level: float) -> tuple:
     from scipy import stats
 
     none = gap, math.nan, math.nan, math.nan, math.nan
-    if a.requests is None or b.requests is None or not metric.endswith("_s") or metric == "duration_s":
+    latency = metric.startswith(OF_REQUESTS) and not metric.endswith("_third_s")
+    if a.requests is None or b.requests is None or not latency:
         return *none, "none: one seed"
     regimes = {a.summary["regime"].iloc[0], b.summary["regime"].iloc[0]}
     if "finite-trace" in regimes:
