@@ -12,6 +12,7 @@ from astrolabe_lab.calibrate.live import read_tokens
 from astrolabe_lab.calibrate.probe import Answer
 from astrolabe_lab.calibrate.step_ends import step_ends
 from astrolabe_lab.cost import StepCost, preset
+from astrolabe_lab.disagg.constants import Constants
 from astrolabe_lab.sim.config import EngineConfig
 
 CONFIG = EngineConfig(max_num_seqs=16, max_num_batched_tokens=256, num_gpu_blocks=512, max_model_len=2048)
@@ -126,6 +127,19 @@ def test_the_file_comes_back_whole_and_a_changed_one_is_refused(exact, tmp_path)
     path.write_text("{}")
     with pytest.raises(InputError, match="is no calibration"):
         load(path)
+
+
+def test_every_reader_of_a_calibration_takes_the_same_constants_from_it(exact, tmp_path):
+    path = exact.save(tmp_path / "c.json")
+    assert Constants.read(path) == exact.constants()
+    raw = json.loads(path.read_text())
+    raw["decode_s"] *= 2
+    path.write_text(json.dumps(raw))
+    assert Constants.read(path) == load(path, edited=True).constants()
+    assert Constants.read(path).decode_step_s == 2 * exact.decode_s
+    path.write_text(json.dumps(raw | {"version": 99}))
+    with pytest.raises(InputError, match="version 99"):
+        Constants.read(path)
 
 
 def test_a_calibration_of_another_model_device_or_flag_is_refused_by_name(exact):

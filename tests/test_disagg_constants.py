@@ -43,6 +43,11 @@ def test_missing_constants_are_named():
         Constants.from_dict({k: v for k, v in PAPER.to_dict().items() if k != "ttft_s"})
 
 
+def test_a_name_that_is_none_is_told_which_there_are():
+    with pytest.raises(InputError, match=r"neither calibrated \(of simulated pools\), paper, paper-simulator nor"):
+        Constants.read("papre")
+
+
 def test_a_batch_of_eight_costs_each_request_2_9_percent_more_per_token():
     assert PAPER.tau_dec_s(8) / PAPER.tau_dec_s(1) == pytest.approx(1.029)
 

@@ -181,7 +181,6 @@ class Calibration:
         entries = {f.name: getattr(self, f.name) for f in fields(self)}
         entries |= {"cost": self.cost.to_dict(), "slo": asdict(self.slo), "bends": list(self.bends)}
         entries["transfer"] = asdict(self.transfer) if self.transfer else None
-        entries["constants"] = self.constants().to_dict()
         entries = json.loads(json.dumps({"kind": KIND, "version": VERSION, **entries}))
         return entries | {"sha256": _digest(entries)}
 

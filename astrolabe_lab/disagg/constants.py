@@ -152,8 +152,11 @@ class Constants:
 
     @classmethod
     def read(cls, source: str | Path) -> Constants:
-        """The constants named: ``paper``, ``paper-simulator``, or a JSON file that holds them, alone or as the member
-        ``constants`` of a calibration. Raises InputError where there is no such file or it holds something else."""
+        """The constants named: ``paper``, ``paper-simulator``, or a JSON file that is a calibration, changed by hand or
+        not, or holds them, alone or as its member ``constants``. Raises InputError where there is no such file or it
+        holds something else."""
+        from astrolabe_lab.cost import CALIBRATION
+
         if str(source) in NAMED:
             return NAMED[str(source)]
         path = Path(source)
@@ -161,8 +164,13 @@ class Constants:
             found = json.loads(path.read_text())
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise InputError(
-                f"constants {str(source)!r}: neither {' nor '.join(NAMED)}, nor a readable JSON file ({error})"
+                f"constants {str(source)!r}: neither calibrated (of simulated pools), {', '.join(NAMED)} nor a "
+                f"readable JSON file ({error})"
             ) from None
+        if isinstance(found, dict) and found.get("kind") == CALIBRATION:
+            from astrolabe_lab.calibrate.artifact import Calibration
+
+            return Calibration.from_dict(found, str(path), edited=True).constants()
         if isinstance(found, dict) and isinstance(found.get("constants"), dict):
             found = found["constants"]
         return cls.from_dict(found)
