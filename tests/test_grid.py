@@ -57,6 +57,9 @@ def test_what_is_excluded_is_left_out_and_nothing_else():
     written = {"grid": {"policy": ["a", "b"], "qps": [1, 2, 3]}, "exclude": [{"policy": "a", "qps": [2, 3]}]}
     assert points(written) == [{"policy": "a", "qps": 1}, *({"policy": "b", "qps": q} for q in (1, 2, 3))]
     assert len(Grid.of(written)) == 4
+    for qps in ({"from": 2, "to": 3, "step": 1}, (2, 3), range(2, 4)):
+        assert points(written | {"exclude": [{"policy": "a", "qps": qps}]}) == points(written)
+    assert len(points(written | {"exclude": [{"policy": "a", "qps": []}]})) == 6
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -116,6 +119,10 @@ def test_a_relative_trace_lies_beside_its_grid(tmp_path):
         ("zip: {qps: [1, 2], seed: [0]}", "must be of one length, but qps has 2, seed has 1"),
         ("{grid: {qps: [1]}, exclude: [{seed: 0}]}", "exclude: seed is on no axis"),
         ("{grid: {qps: [1]}, exclude: [{qps: 1}]}", "exclude leaves no run"),
+        ("{grid: {qps: [1, 2]}, exclude: [{qps: [2, 3]}]}", "exclude: qps 3 is not on its axis, which has 1, 2$"),
+        ("{grid: {qps: [1, 2]}, exclude: [{qps: {from: 2, to: 4, step: 1}}]}", "exclude: qps 3 is not on its axis"),
+        ("{grid: {qps: [1, 2]}, exclude: [{qps: '1'}]}", "exclude: qps '1' is not on its axis"),
+        ("{zip: {qps: [1, 2], seed: [0, 1]}, exclude: [{qps: 1, seed: 1}]}", "no point of the axis has .*'seed': 1"),
         ("grid: {qps: {from: 1, to: 2}}", "should be a list, or {from: 20, to: 36, step: 1}"),
         ("grid: {qps: {from: 1, to: 2, step: 0}}", "from <= to, step > 0"),
         ("grid: {qps: {from: 1, to: 2, step: .nan}}", "are numbers"),

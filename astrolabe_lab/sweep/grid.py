@@ -40,6 +40,7 @@ SECTIONS = ("defaults", "grid", "zip", "cells", "exclude")
 RANGE = ("from", "to", "step")
 TOLD_ANYWAY = ("policy", "label", "qps", "seed")  # have columns of their own
 MOST = 1_000_000  # runs
+LISTED = 20  # values of an axis in an error
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,15 @@ class Grid:
         axes += [_steps(one) for one in ([zips] if isinstance(zips, Mapping) else _list("zip", zips))]
         if (cells := written.get("cells")) is not None:
             axes.append([_mapping("cells", cell) for cell in _list("cells", cells)])
-        exclude = [_mapping("exclude", rule) for rule in _list("exclude", written.get("exclude") or [])]
+        rules = [_mapping("exclude", rule) for rule in _list("exclude", written.get("exclude") or [])]
+        exclude = [{key: _wanted(key, values) for key, values in rule.items()} for rule in rules]
         grid = cls(axes, defaults, exclude, Path(folder) if folder is not None else None, written)
         grid.check()
         return grid
 
     def check(self) -> None:
-        """Raise InputError for an axis without points or with the same point twice, or keys of two axes."""
+        """Raise InputError for an axis without points or with the same point twice, keys of two axes, or an exclude
+        rule that leaves nothing out."""
         seen: dict[str, int] = {}
         for number, axis in enumerate(self.axes):
             name = ", ".join(dict.fromkeys(key for point in axis for key in point)) or "an axis"
@@ -112,6 +115,8 @@ class Grid:
             keys.flat(rule, "exclude")
             if stray := sorted(set(rule) - {key for axis in self.axes for point in axis for key in point}):
                 raise InputError(f"exclude: {', '.join(stray)} is on no axis, so there is nothing to leave out")
+            for axis in self.axes:
+                _check_excludes(rule, axis)
         if (total := math.prod(map(len, self.axes))) > MOST:
             raise InputError(f"the grid has {total:,} runs, more than the {MOST:,} allowed: split it")
         if not len(self):
@@ -168,6 +173,28 @@ def _shown(point: Mapping[str, object]) -> str:
 
 def _matches(value: object, wanted: object) -> bool:
     return value in wanted if isinstance(wanted, list) else value == wanted
+
+
+def _wanted(key: str, values: object) -> object:
+    """The value, or list of values, that a rule leaves out."""
+    if isinstance(values, Mapping):
+        return _values(f"exclude.{key}", values) if set(values) == set(RANGE) else values
+    return list(values) if isinstance(values, (tuple, range)) else values
+
+
+def _check_excludes(rule: Mapping[str, object], axis: Sequence[Mapping[str, object]]) -> None:
+    """Raise InputError where no point of the axis has a value that the rule names, or all that it asks of one."""
+    if [] in rule.values():  # asks for nothing, as a list that a program made may
+        return
+    here = {key: want for key, want in rule.items() if any(key in point for point in axis)}
+    for key, want in here.items():
+        there = [point[key] for point in axis if key in point]
+        for value in want if isinstance(want, list) else [want]:
+            if value not in there:
+                some = ", ".join(map(str, there[:LISTED])) + ", ..." * (len(there) > LISTED)
+                raise InputError(f"exclude: {key} {value!r} is not on its axis, which has {some}")
+    if here and not any(all(_matches(point.get(key), want) for key, want in here.items()) for point in axis):
+        raise InputError(f"exclude: no point of the axis has {here!r}, so there is nothing to leave out")
 
 
 def _mapping(name: str, value: object) -> dict:
