@@ -1,6 +1,7 @@
 """The simulated prefill and decode pools: conservation, an independent model, and what the hand-off costs."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -318,6 +319,21 @@ def test_a_router_of_simplified_engines_knows_their_memory_without_end(service):
     assert known[0].kv_capacity_tokens > 10_000_000
     assert known[0] == lab.disagg.calibrated(*paper_world(), service=service)
     assert (known[0].ttft_s, known[0].tpot_s) == (PAPER.ttft_s, PAPER.tpot_s)
+
+
+@pytest.mark.parametrize("qps", [0.005, 20])
+def test_nothing_moves_to_decode_before_prefill_has_answered(qps):
+    engine, cost = paper_world()
+    late = replace(cost, frontend_s=0.03)
+    trace = requests(60, qps)
+    plain, found = (simulate_pools(trace, "round_robin", cost=each) for each in (cost, late))
+    assert (found["transfer_started_s"] >= found["prefill_finished_s"]).all()
+    if qps < 1:  # then requests have the pools for themselves
+        np.testing.assert_allclose(found["ttft_s"], plain["ttft_s"] + 2 * 0.03, atol=1e-9)
+        known = lab.disagg.calibrated(engine, late)
+        n = trace["prompt_tokens"].to_numpy()
+        expected = known.tau_pre_s(n) + known.transfer_s(n) + known.tau_dec_s()
+        np.testing.assert_allclose(found["ttft_s"], expected, atol=1e-9)
 
 
 def test_calibrated_constants_say_what_one_request_sees():

@@ -113,7 +113,8 @@ class Constants:
         n = n[n <= max(256, engine[0].max_num_batched_tokens)]
         per_token_s, base_s = np.polyfit(n, [cost[0].step_seconds(k, 1, 0, k * k / 2, mixed=True) for k in n], 1)
         one_s, eight_s = (cost[1].step_seconds(c, c, 400.0 * c) for c in (1, 8))
-        extra_s = hand_off.base_s + hand_off.proxy_s
+        base_s += cost[0].frontend_s  # prefill answers through its own, and decode through its own
+        extra_s = hand_off.base_s + hand_off.proxy_s + cost[1].frontend_s
         ttft_s = 0.175 / 0.0667 * (base_s + extra_s + one_s)
         return cls(
             prefill_base_s=max(float(base_s), 0.0),

@@ -95,7 +95,8 @@ def run(pools, until_s):
                 kind = STEPS
                 which = i
         if h.n_delivered < h.n_prefilled:
-            due_s = way[prefilled[h.n_delivered]].prefilled_s + h.proxy_s
+            w = way[prefilled[h.n_delivered]]
+            due_s = w.prefilled_s + p_engines[w.prefill].frontend_s + h.proxy_s
             if due_s < at_s:
                 at_s = due_s
                 kind = ARRIVALS
