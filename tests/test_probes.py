@@ -78,6 +78,19 @@ def test_a_replay_of_probes_knows_the_measured_regret_of_any_policy(tmp_path):
             assert row["measured_regret_s"] == pytest.approx(chosen[rid, row["instance"]] - best[rid])
 
 
+def test_few_probes_say_how_little_they_say():
+    hits = [True] * 6 + [False] * 4
+    rows = [
+        {"rid": rid, "arrived_s": rid, "instance": i, "in_system": 0, "status": "ok", "e2e_s": 1.0 + i,
+         "predicted_e2e_s": 1.0 + (i if hit else -i)}
+        for rid, hit in enumerate(hits) for i in range(2)
+    ]  # fmt: skip
+    told = probes.recognised({"few": pd.DataFrame(rows)}).loc["few"]
+    assert told["recognised_pct"] == 60.0
+    # Wilson's score interval of 6 in 10: (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), z = 1.96
+    assert (told["recognised_low_pct"], told["recognised_high_pct"]) == pytest.approx((31.3, 83.2), abs=0.1)
+
+
 def test_the_router_chose_nothing_where_it_probed(tmp_path, capsys):
     probed(tmp_path / "j")
     frame = replay(tmp_path / "j", "least_loaded")

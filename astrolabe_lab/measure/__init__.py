@@ -10,7 +10,7 @@ from .families import holm, simultaneous
 from .frames import NEEDED, STATUSES, listed, require_columns
 from .gaps import inter_token_latencies, token_gaps
 from .inside import queue_lengths, schedule_differences, step_kinds
-from .intervals import interval, over_seeds, p_value, t_interval
+from .intervals import interval, over_seeds, p_value, t_interval, wilson
 from .knee import KINDS, Capacity, capacity, crossing, named
 from .latency import LATENCIES, PERCENTILES, latencies, percentile, summarise, workload
 from .paired import beside, best_and_undecided, first_above, paired_difference, paired_table, verdicts
@@ -73,6 +73,7 @@ __all__ = [
     "up_to",
     "verdicts",
     "waiting_trend",
+    "wilson",
     "workload",
     "worst_third",
 ]

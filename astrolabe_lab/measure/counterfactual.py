@@ -10,6 +10,7 @@ import pandas as pd
 from astrolabe_lab.errors import InputError
 
 from .frames import require_columns
+from .intervals import wilson
 
 METRICS = ("e2e_s", "ttft_s", "tpot_s")
 CANDIDATES = ("asked", "all")
@@ -90,7 +91,7 @@ def rank_one(replays: pd.DataFrame, level: float = 0.95) -> dict[str, float]:
     groups = held.groupby("decision")
     hits = int(held.loc[held["chosen"], "best"].sum())
     n = groups.ngroups
-    low, high = _wilson(hits, n, level)
+    low, high = wilson(hits, n, level)
     chosen = held[held["chosen"]].set_index("decision")["actual_s"]
     best = groups["actual_s"].min()
     finite = np.isfinite(groups["actual_s"].max())
@@ -257,10 +258,3 @@ class _running:
         from astrolabe_lab.sim import view
 
         view.forget(self.run.number)
-
-
-def _wilson(hits: int, n: int, level: float) -> tuple[float, float]:
-    from scipy import stats
-
-    found = stats.binomtest(hits, n).proportion_ci(level, method="wilson")
-    return float(found.low), float(found.high)

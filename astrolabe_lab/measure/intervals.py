@@ -28,6 +28,14 @@ def t_interval(values: Iterable[float], level: float = 0.95) -> tuple[float, flo
     return interval(values, level, method="t")
 
 
+def wilson(hits: int, n: int, level: float = 0.95) -> tuple[float, float]:
+    """(low, high): Wilson's interval for a share of which `hits` in `n` independent trials were seen."""
+    from scipy import stats
+
+    found = stats.binomtest(hits, n).proportion_ci(level, method="wilson")
+    return float(found.low), float(found.high)
+
+
 def interval(values: Iterable[float], level: float = 0.95, method: str = "auto") -> tuple[float, float, float]:
     """(mean, low, high): the mean of independent runs and an interval that covers its true value.
 

@@ -174,19 +174,25 @@ def rank_one(probes: pd.DataFrame) -> pd.DataFrame:
 
 def recognised(probes: Mapping[str, pd.DataFrame]) -> pd.DataFrame:
     """How well the best candidate is recognised, a row a set of probes (by name; sets with one candidate are left out):
-    ``probes, candidates, recognised_pct`` and what chance would give, ``regret_when_wrong_ms`` (mean; NaN where it
-    never was), and the mean distance from the best to the worst measured, ``best_to_worst_ms``."""
+    ``probes, candidates, recognised_pct`` with Wilson's 95 % interval (``recognised_low_pct, recognised_high_pct``; as
+    if probes were independent, which close ones are not quite) and what chance would give, ``regret_when_wrong_ms``
+    (mean; NaN where it never was), and the mean distance from the best to the worst measured, ``best_to_worst_ms``."""
     import pandas as pd
+
+    from astrolabe_lab.measure import wilson
 
     rows = {}
     for name, found in probes.items():
         ranks = rank_one(found)
         if ranks.empty:
             continue
+        low, high = wilson(int(ranks["hit"].sum()), len(ranks))
         rows[name] = {
             "probes": len(ranks),
             "candidates": int(ranks["candidates"].max()),
             "recognised_pct": 100.0 * ranks["hit"].mean(),
+            "recognised_low_pct": 100.0 * low,
+            "recognised_high_pct": 100.0 * high,
             "by_chance_pct": 100.0 * (1.0 / ranks["candidates"]).mean(),
             "regret_when_wrong_ms": 1e3 * ranks.loc[~ranks["hit"], "regret_s"].mean(),
             "best_to_worst_ms": 1e3 * ranks["spread_s"].mean(),
