@@ -98,6 +98,12 @@ def test_vectors_are_kept_on_disk_by_what_they_are_of(bert, tmp_path, monkeypatc
     # Another length of reading is another vector.
     other = TextEncoder(bert, max_tokens=8)
     assert EmbeddingCache(other)._salt != EmbeddingCache(encoder)._salt
+    # And so is another precision, chosen after the cache was made.
+    cache = EmbeddingCache(encoder)
+    assert np.array_equal(cache.embed(["list four"]), embed(["list four"]))
+    encoder.bfloat16, read[:] = True, []
+    cache.embed(["list four"])
+    assert read == ["list four"]
 
 
 def test_a_spoilt_cache_costs_time_and_nothing_else(bert, tmp_path, capsys):
@@ -109,6 +115,10 @@ def test_a_spoilt_cache_costs_time_and_nothing_else(bert, tmp_path, capsys):
     found = EmbeddingCache(encoder).embed(["list four"])
     assert np.allclose(found, encoder.embed(["list four"]), atol=1e-6)
     assert "embeddings are not kept" in capsys.readouterr().err
+    cache = EmbeddingCache(encoder)
+    for _ in range(3):
+        cache.embed(["list four"])
+    assert capsys.readouterr().err.count("embeddings are not kept") == 1
 
 
 # --- frozen ---------------------------------------------------------------------------------------------------

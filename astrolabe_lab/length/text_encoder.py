@@ -184,15 +184,22 @@ class EmbeddingCache:
         folder = folder or Path(os.environ.get("ASTROLABE_CACHE") or Path(home) / "astrolabe_lab")
         self.path = Path(folder) / "embeddings.sqlite"
         self.encoder = encoder
-        # In bfloat16, as on a GPU, vectors are others.
+        self._fingerprint = encoder.fingerprint()  # once: it reads all weights
+        self._complained = False
+
+    @property
+    def _salt(self) -> bytes:
+        """What the vectors are of, beside the prompt. In bfloat16, as on a GPU, they are others."""
+        encoder = self.encoder
         computed = encoder.device.type if encoder.bfloat16 == (encoder.device.type == "cuda") else "bfloat16"
-        self._salt = f"{encoder.fingerprint()} {encoder.max_tokens} {computed}\0".encode()
+        return f"{self._fingerprint} {encoder.max_tokens} {computed}\0".encode()
 
     def embed(self, prompts: list[str], progress: Callable[[int, int], None] | None = None) -> np.ndarray:
         """The vectors of ``prompts``, float32 (n, width), those that are missing computed and kept, part by part."""
         import numpy as np
 
-        keys = [hashlib.sha256(self._salt + prompt.encode("utf-8", "surrogatepass")).digest() for prompt in prompts]
+        salt = self._salt
+        keys = [hashlib.sha256(salt + prompt.encode("utf-8", "surrogatepass")).digest() for prompt in prompts]
         found = self._get(keys, self.encoder.width * 4)
         missing = [(key, text) for key, text in dict(zip(keys, prompts, strict=True)).items() if key not in found]
         missing.sort(key=lambda pair: len(pair[1]))
@@ -230,6 +237,9 @@ class EmbeddingCache:
             self._complain(error)
 
     def _complain(self, error):
+        if self._complained:
+            return
+        self._complained = True
         print(f"astrolabe: embeddings are not kept: {self.path}: {error}", file=sys.stderr, flush=True)
 
 
