@@ -10,6 +10,7 @@ import pytest
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.length import copies, data
+from astrolabe_lab.length.evaluate import evaluate
 from astrolabe_lab.length.sources import first_turns
 from astrolabe_lab.length.split import Split, by_prompt
 
@@ -128,6 +129,26 @@ def test_cleaning_leaves_out_what_teaches_nothing_and_counts_it(file):
     found = data.load(path)
     assert found[["prompt", "model"]].values.tolist() == [["a", "m"], ["a", "n"]]
     assert list(found.attrs["cleaning"].values()) == [1, 1, 2, 1]
+
+
+def test_equal_answers_that_nothing_tells_apart_leave_no_noise_floor(file):
+    rng = np.random.default_rng(0)
+    twice = [
+        {"prompt": f"p {i}", "response_tokens": int(n), "sample": k}
+        for i in range(60)
+        for k, n in enumerate(rng.integers(1, 4, 2))
+    ]
+    told = data.load(file(lines(*twice), "told.jsonl"))
+    untold = data.load(file(lines(*({k: v for k, v in row.items() if k != "sample"} for row in twice)), "untold.jsonl"))
+    assert told.attrs["repeats_told"] and evaluate(told, "constant").floor["prompts"] == 60
+    assert len(untold) < 120 and not untold.attrs["repeats_told"] and evaluate(untold, "constant").floor is None
+    assert "no noise floor is told" in data.describe(untold) and "noise floor" not in data.describe(told)
+
+
+def test_a_row_that_names_no_model_among_others_that_do_is_told_with_its_place(file):
+    path = file("prompt,response_tokens,model\na,5,m\nb,6,\nc,7,m\n", "a.csv")
+    with pytest.raises(InputError, match="a.csv, row 2 of its answers: the model is empty.*1 of 3 do not.*fill it in"):
+        data.load(path)
 
 
 def test_two_samples_of_one_prompt_stay_two(file):

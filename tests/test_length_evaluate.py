@@ -19,7 +19,7 @@ from astrolabe_lab.length import data, metrics
 from astrolabe_lab.length.baselines import Constant
 from astrolabe_lab.length.evaluate import Evaluation, across_sources, evaluate, train
 from astrolabe_lab.length.ridge import PromptRidge
-from astrolabe_lab.length.split import by_prompt
+from astrolabe_lab.length.split import Split, by_prompt
 from astrolabe_lab.measure import t_interval
 
 RNG = np.random.default_rng(11)
@@ -327,6 +327,15 @@ def test_the_command_judges_a_kind_of_model(pooled, tmp_path, capsys):
     assert (record["n_train"], record["n_test"], record["splits"]) == (96, 24, 2)
     assert record["mae"] < record["constant_mae"] and len(pd.read_csv(tmp_path / "o.csv")) == 48
     assert sum(row["n"] for row in record["by"]["rows"]) == 48
+    assert cli.main([*words, "--splits-dir", str(tmp_path / "kept" / "splits"), "--json"]) == 0
+    kept = tmp_path / "kept" / "splits" / "prompts-0.json"
+    assert Split.load(kept).name == "prompts-0"
+    split = json.loads(kept.read_text())
+    split["test"], split["train"] = split["test"][:-4], split["train"] + split["test"][-4:]
+    kept.write_text(json.dumps(split))
+    capsys.readouterr()
+    assert cli.main([*words, "--splits-dir", str(tmp_path / "kept" / "splits"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["n_test"] == 20  # the one that is there is taken
     assert cli.main([*words, "--pool"]) == 0
     assert "of other models to learn from" in capsys.readouterr().out
 

@@ -6,6 +6,7 @@ import pytest
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.length.figures import error_over_time, gaps_by_lengths
+from astrolabe_lab.length.model_figures import error_by_group
 
 
 def test_gaps_that_are_not_clear_are_hollow_and_bars_are_the_interval():
@@ -20,6 +21,11 @@ def test_gaps_that_are_not_clear_are_hollow_and_bars_are_the_interval():
     assert "oracle" in figure.layout.title.text
     with pytest.raises(InputError, match="clear"):
         gaps_by_lengths({"a": gaps.drop(columns="clear")}, "x", "oracle")
+
+
+def test_no_table_of_groups_is_nothing_to_draw():
+    with pytest.raises(InputError, match="nothing to draw"):
+        error_by_group({}, "length", "tenths")
 
 
 def test_errors_over_time_are_drawn_beside_the_constants_with_their_marks():

@@ -259,6 +259,7 @@ def test_rows_have_terms_of_length_one():
         (lambda: PromptRidge().set_params(aplha=1), "no option 'aplha'; its options: vocabulary, alpha"),
         (lambda: Noisy(Constant(), -1.0), "relative_error=-1.0"),
         (lambda: length.make("prompt_rigde"), "unknown; allowed: .*Did you mean prompt_ridge"),
+        (lambda: length.make("recalibrated"), "is not trained: astrolabe length recalibrate makes it"),
         (lambda: length.make("prompt_ridge:alpha"), "'alpha' is not key=value"),
         (lambda: length.make("prompt_ridge:alpha=big"), "alpha=big must be a number"),
         (lambda: length.make("constant:n=1"), "it has no options"),

@@ -74,6 +74,7 @@ def add_arguments(name: str, parser) -> None:
     )
     model("--by", choices=("prompt_length", "length", "source", "model"), help="also a table of groups")
     model("--across-sources", action="store_true", help="also learn from each source and judge on every other")
+    model("--splits-dir", metavar="DIR", help="keep the splits there, and take those that are there already")
     model("--out", metavar="FILE", help="predictions for the test answers: .parquet, .csv or .csv.gz")
 
 
@@ -174,6 +175,7 @@ def evaluate(args):
         splits=args.splits,
         test=args.test,
         first_seed=args.first_seed,
+        splits_dir=args.splits_dir,
         progress=_say,
     )
     record = {"model": args.model, "served_model": args.served_model} | found.summary()

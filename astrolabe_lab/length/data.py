@@ -38,6 +38,12 @@ KNOWN = {
 }
 
 
+_NO_FLOOR = (
+    "; equal answers to one prompt look like repeated rows here, so no noise floor is told: a column sample or "
+    "response would tell them apart"
+)
+
+
 def load(
     source,
     *,
@@ -60,16 +66,19 @@ def load(
     tokenizer: for answers that are there as text without a count; see ``tokens.counter``.
 
     Left out, and counted in ``attrs["cleaning"]``: empty prompts, failed requests, answers without a length of at
-    least one token, and rows that say again what another said. Raises InputError naming source and remedy.
+    least one token, and rows that say again what another said. ``attrs["repeats_told"]`` is False where these may be
+    second answers of equal length, because neither a sample's number nor a text tells. Raises InputError naming source
+    and remedy.
     """
     table = sources.read(source, split)
     if prompts is not None:
         table = _join(table, sources.read(prompts, split), _label(source), _label(prompts))
-    frame, counted_by = _parts(table, _label(source), dict(columns or {}), tokenizer)
-    frame, notes = _clean(frame, _label(source), max_tokens)
+    parts, counted_by = _parts(table, _label(source), dict(columns or {}), tokenizer)
+    frame, notes = _clean(parts, _label(source), max_tokens)
+    told = notes["repeated rows"] == 0 or "sample" in parts or "response" in parts
     if model is not None:
         frame = of_model(frame, model)
-    frame.attrs = {"source": _label(source), "token_counter": counted_by, "cleaning": notes}
+    frame.attrs = {"source": _label(source), "token_counter": counted_by, "cleaning": notes, "repeats_told": told}
     return frame
 
 
@@ -125,7 +134,7 @@ def describe(frame: pd.DataFrame) -> str:
     return (
         f"{len(frame):,} answers to {frame['prompt_uid'].nunique():,} prompts by {models:,} "
         f"model{'s' if models != 1 else ''}; {cut:,} were cut off and are kept as censored (at least so long); "
-        f"left out: {left_out or 'none'}"
+        f"left out: {left_out or 'none'}" + ("" if frame.attrs.get("repeats_told", True) else _NO_FLOOR)
     )
 
 
@@ -212,11 +221,18 @@ def _clean(parts, source, max_tokens):
             "source": [name if isinstance(name, str) else "" for name in column["source"]],
         }
     )
+    good = ~(failed | empty | unusable)
+    nameless = np.flatnonzero(good & (frame["model"] == "").to_numpy())
+    if len(nameless) and len(nameless) < good.sum():
+        raise InputError(
+            f"{source}, row {nameless[0] + 1} of its answers: the model is empty, and other rows name one "
+            f"({len(nameless):,} of {good.sum():,} do not): fill it in, remove these rows, or remove the column to "
+            "treat all as one model"
+        )
     # Two answers of one model to one prompt tell how much answers vary, unless they are one answer twice.
     sample = pd.Series(column["sample"], dtype=object).astype(str)
     said = pd.Series(column["response"] if "response" in parts else [""] * n, dtype=object).astype(str)
     keys = frame[["prompt_uid", "model", "response_tokens", "censored"]].assign(said=said, sample=sample)
-    good = ~(failed | empty | unusable)
     repeated = np.zeros(n, dtype=bool)
     repeated[good] = keys[good].duplicated().to_numpy()
     notes = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
@@ -134,6 +135,7 @@ def evaluate(
     splits: int = 1,
     test: float = 0.2,
     first_seed: int = 0,
+    splits_dir: str | Path | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Evaluation:
     """Fit and judge ``model`` on ``splits`` splits of the prompts in ``frame`` (see ``data.load``).
@@ -141,6 +143,8 @@ def evaluate(
     model: a kind as ``kinds.make`` takes it, or an unfitted estimator, which is copied. served_model: judge on the
     answers of this one alone. pool: learn from the other models' answers too, all of them or those in the sources
         named, but none to a prompt for judging, nor (unless ``keep_copies``) to a near copy of one from another source.
+    splits_dir: a folder in which each split is kept (``Split.save``), and from which one that is there is taken.
+
     Split i is ``split.by_prompt(seed=first_seed + i)`` of the prompts that ``served_model`` answered; a prompt for
     judging is in nobody's training answers. Answers by serving models without any in training are not judged, and
     counted (``n_unknown_model_test``). An oracle, and noise on one, is told the test answers: that is what it
@@ -158,7 +162,7 @@ def evaluate(
         pooled = _pooled(frame, served_model, pool)
     rows, predicted = [], []
     for seed in range(first_seed, first_seed + splits):
-        drawn = by_prompt(judged, seed, test)
+        drawn = _drawn(judged, seed, test, splits_dir)
         testing = drawn.rows(judged, "test")
         train, held = judged[~testing], judged[testing]
         learn = frame[pooled & ~frame["prompt_uid"].isin(drawn.test)] if pool else train
@@ -179,8 +183,24 @@ def evaluate(
     return Evaluation(pd.DataFrame(rows), pd.concat(predicted, ignore_index=True), _floor(frame, judged))
 
 
+def _drawn(judged, seed, test, splits_dir) -> Split:
+    """The split of that seed: the one kept in the folder, else a new one, which is then kept there."""
+    if splits_dir is None:
+        return by_prompt(judged, seed, test)
+    kept = Path(splits_dir) / f"prompts-{seed}.json"
+    if kept.exists():
+        return Split.load(kept)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    drawn = by_prompt(judged, seed, test)
+    drawn.save(kept)
+    return drawn
+
+
 def _floor(frame, judged):
-    """The noise floor: what is known of data made here (``attrs``), else what repeated answers tell."""
+    """The noise floor: what is known of data made here (``attrs``), else what repeated answers tell; None where equal
+    ones may be missing among these, which would make it too high."""
+    if not frame.attrs.get("repeats_told", True):
+        return None
     return frame.attrs.get("noise_floor") or metrics.noise_floor(judged)
 
 

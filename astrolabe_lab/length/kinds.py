@@ -13,7 +13,7 @@ def _lazy(module: str, name: str):
     return lambda: getattr(import_module(f"astrolabe_lab.length.{module}"), name)
 
 
-KINDS = {
+KINDS = {  # those that are saved; all but the last are trained
     "constant": _lazy("baselines", "Constant"),
     "prompt_ridge": _lazy("ridge", "PromptRidge"),
     "encoder": _lazy("encoder", "Encoder"),
@@ -30,10 +30,16 @@ def make(text: str):
     Raises InputError listing what is allowed.
     """
     name, _, rest = str(text).strip().partition(":")
-    if name not in KINDS:
-        close = difflib.get_close_matches(name, KINDS, n=1)
+    if name == "recalibrated":
         raise InputError(
-            f"length model {name!r} is unknown; allowed: {', '.join(KINDS)}, with options as KIND:key=value,..."
+            "length model recalibrated is not trained: astrolabe length recalibrate makes it, from a trained model "
+            "and a router's journal"
+        )
+    trained = [kind for kind in KINDS if kind != "recalibrated"]
+    if name not in trained:
+        close = difflib.get_close_matches(name, trained, n=1)
+        raise InputError(
+            f"length model {name!r} is unknown; allowed: {', '.join(trained)}, with options as KIND:key=value,..."
             + (f". Did you mean {close[0]}?" if close else "")
         )
     kind = KINDS[name]()

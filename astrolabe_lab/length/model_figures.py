@@ -35,7 +35,7 @@ def errors_beside_constant(judged: Mapping[str, Evaluation]) -> go.Figure:
     if floor is not None:
         figure.add_hline(y=floor, line={"color": "#222", "dash": "dot"}, annotation_text="noise floor")
     splits = next(iter(found.values()))["splits"]
-    over = f"{splits} splits of the prompts" if splits > 1 else "the answers of one split"
+    over = f"{splits} splits of the prompts" if splits > 1 else "the prompts of one split"
     figure.update_layout(
         title={"text": "Mean absolute error on prompts not seen"}, showlegend=False,
         title_subtitle_text=f"bars: 95 % interval of the gain over the constant, from {over}",
@@ -65,6 +65,8 @@ def predicted_beside_true(predictions: pd.DataFrame) -> go.Figure:
 
 def error_by_group(tables: Mapping[str, pd.DataFrame], what: str, label: str) -> go.Figure:
     """The MAE group by group, a line for each model in ``tables`` (``Evaluation.by(what)``); the constant's dashed."""
+    if not tables:
+        raise InputError("there is nothing to draw: give at least one table of groups, by the model's name")
     figure = go.Figure(layout={"template": TEMPLATE})
     for index, (name, table) in enumerate(tables.items()):
         require_columns(table, (what, "mae", "constant_mae"))
