@@ -202,6 +202,31 @@ def test_damaged_timings_are_refused_by_file_and_line(copies, name, damage, name
         loaded(*copies)
 
 
+def test_what_was_timed_twice_has_the_mean_of_its_times(copies):
+    once = loaded(*copies)[0].attention
+    file = copies[0] / "attention.csv"
+    rows = pd.read_csv(file)
+    pd.concat([rows.assign(time_us=rows.time_us * share) for share in (0.9, 1.1)]).to_csv(file, index=False)
+    pd.testing.assert_frame_equal(loaded(*copies)[0].attention, once)
+
+
+@pytest.mark.parametrize(
+    ("kept", "seqs", "named"),
+    [
+        ("prefill_chunk == 0 or n_decode + kv_prefill == 0", 128, "none .* that has a prefill chunk beside decodes or"),
+        ("prefill_chunk > 0 or n_decode == n_decode.max()", 8, "none .* that only decodes is one this engine could"),
+    ],
+)
+def test_timings_without_a_kind_of_batch_are_refused_by_that_kind(copies, kept, seqs, named):
+    from astrolabe_lab.fidelity import compare
+
+    attention = pd.read_csv(copies[0] / "attention.csv")
+    between = attention.assign(kv_decode=attention.kv_decode + (attention.n_decode > 0))
+    pd.concat([attention, between]).query(kept).to_csv(copies[0] / "attention.csv", index=False)
+    with pytest.raises(InputError, match=named):
+        compare(*loaded(*copies), engine=f"max_num_seqs={seqs}")
+
+
 REQUEST = {"input_toks": 5, "output_toks": 2, "queued_ts": 1.0, "first_token_ts": 2.0, "last_token_ts": 3.0}
 
 

@@ -80,6 +80,8 @@ class LayerTimings:
     def load(cls, folder):
         """The timings in a folder with attention.csv, dense.csv and per_sequence.csv (LLMServingSim's profiles, us).
 
+        What was timed several times has the mean of its times.
+
         Raises InputError for a file or column that is missing, values that are no timings, or an unknown layer.
         """
         attention, dense, per_sequence = (_read(Path(folder) / name, columns) for name, columns in FILES.items())
@@ -87,6 +89,7 @@ class LayerTimings:
             raise InputError(f"{Path(folder) / 'attention.csv'} has no batch that only decodes (prefill_chunk 0)")
         if not (attention.prefill_chunk > 0).any():
             raise InputError(f"{Path(folder) / 'attention.csv'} has no batch with a prefill chunk")
+        attention = attention.groupby(list(FILES["attention.csv"][:-1]), as_index=False)["seconds"].mean()
         dense = _by_layer(dense, "tokens")
         known = [*IN_EACH_LAYER, *ONCE]
         if unknown := sorted(set(dense) - set(known)):
@@ -186,10 +189,21 @@ def tabulated(timings, shape, engine, longest, *, spread=None, host_s=0.0, pad_s
 
     Decode-only steps are the timings themselves, interpolated. Of a mixed step, what depends on its tokens alone is
     the timings; its attention and heads are fitted: piecewise linear in context, linear in sequences and query-key
-    pairs. `longest` is the longest request to expect, in tokens.
+    pairs. `longest` is the longest request to expect, in tokens. Raises InputError for timings of which this engine
+    could run too few, or none that only decodes, or none that has a prefill chunk beside decodes or cached tokens.
     """
     steps = timings.iterations(shape, engine, longest, spread)
     mixed = steps[steps.mixed]
+    for lacking, what in (
+        (steps.mixed.all(), "only decodes"),
+        (not (mixed.context_tokens > 0).any(), "has a prefill chunk beside decodes or cached tokens"),
+    ):
+        if lacking:
+            raise InputError(
+                f"none of the timed batches that {what} is one this engine could run (max_num_seqs="
+                f"{engine.max_num_seqs}, max_num_batched_tokens={engine.max_num_batched_tokens}): time some in "
+                "attention.csv"
+            )
     most_context = min(engine.num_gpu_blocks * engine.block_size, engine.max_num_seqs * longest)
     knots = _knots(mixed.context_tokens.max())
     regressors = [*hats(mixed.context_tokens, knots).T, mixed.sequences, mixed.attention, mixed.new_tokens]
