@@ -26,6 +26,7 @@ class ScriptedEngine:
         self.telling.set()
         self.model = "m"  # that it lists
         self.text = " t"  # of a token
+        self.text_tokens = 7  # that it counts in a prompt of text
         self.healthy = True
         self.seen = []
         self.aborted = 0
@@ -100,7 +101,9 @@ class ScriptedEngine:
             return web.Response()
         n = body.get("max_tokens") or self.tokens
         await asyncio.sleep(self.first_s)
-        usage = {"prompt_tokens": 7, "completion_tokens": n, "total_tokens": 7 + n}
+        prompt = body.get("prompt")
+        asked = len(prompt) if isinstance(prompt, list) else self.text_tokens
+        usage = {"prompt_tokens": asked, "completion_tokens": n, "total_tokens": asked + n}
         if not body.get("stream"):
             await asyncio.sleep(self.token_s * n)
             answer = web.json_response(

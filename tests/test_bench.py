@@ -86,6 +86,20 @@ def test_without_exact_lengths_nothing_that_the_router_reads_tells_the_true_leng
         assert "777" not in json.dumps({k: v for k, v in body.items() if k not in ("vllm_xargs", "prompt")})
 
 
+def test_what_engines_count_of_prompts_is_compared_with_the_trace(tmp_path):
+    trace = trace_of(4, 0.0).assign(prompt=list("abcd"))  # of 10 tokens, the trace says; the engine counts 7
+    frame, _ = drive(tmp_path, trace, bench.Load(MODEL, text=True))
+    told = frame.attrs["validity"]
+    assert frame["counted_prompt_tokens"].tolist() == [7] * 4 and frame["prompt_tokens"].tolist() == [10] * 4
+    assert told["valid"] and told["wrong_prompts"] == 4
+    assert "in 4 of 4 requests, -30.0% in sum" in told["notes"][0]
+    wrong = bench.validity(frame, bench.Load(MODEL))  # as if ids had been sent
+    assert not wrong["valid"] and "4 prompts had another number of tokens" in wrong["why"][0]
+    (tmp_path / "ids").mkdir()
+    frame, _ = drive(tmp_path / "ids", trace, bench.Load(MODEL))
+    assert frame.attrs["validity"]["wrong_prompts"] == 0 and frame.attrs["validity"]["notes"] == []
+
+
 def test_a_closed_loop_never_has_more_than_its_concurrency_under_way(tmp_path):
     frame, _ = drive(tmp_path, trace_of(30, 0.0), bench.Load(MODEL, concurrency=3), first_s=0.02)
     starts, ends = frame["sent_s"].to_numpy(), frame["finished_s"].to_numpy()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from astrolabe_lab.bench.load import Load, Served
+from astrolabe_lab.bench.load import Load, Served, sends_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -19,7 +19,10 @@ FIELDS = (
 
 
 def frame_of(trace: pd.DataFrame, sent: list, load: Load, served: Served) -> pd.DataFrame:
-    """The result frame of the requests ``sent``, one row each; ``attrs["validity"]`` says whether to believe it."""
+    """The result frame of the requests ``sent``, one row each; ``attrs["validity"]`` says whether to believe it.
+
+    ``prompt_tokens`` are the trace's; ``counted_prompt_tokens`` what the engine said, NaN where it said nothing.
+    """
     import numpy as np
 
     from astrolabe_lab.result import ordered
@@ -52,6 +55,7 @@ def frame_of(trace: pd.DataFrame, sent: list, load: Load, served: Served) -> pd.
         seed=served.seed,
         reason=columns["reason"],
         segment=columns["segment"],
+        counted_prompt_tokens=np.array([s.prompt_tokens for s in sent], dtype=float),
     )
     frame = ordered(frame)
     frame.attrs["validity"] = validity(frame, load)
@@ -60,7 +64,8 @@ def frame_of(trace: pd.DataFrame, sent: list, load: Load, served: Served) -> pd.
 
 def validity(frame: pd.DataFrame, load: Load) -> dict:
     """Whether the run can be believed: ``valid``, ``why`` not, the generator's 99th percentile of lateness in modelled
-    s and its bound, how many answers had another length than asked for (``exact`` loads), and ``notes``."""
+    s and its bound, how many answers had another length than asked for (``exact`` loads), how many prompts had another
+    than the trace says (as far as engines tell), and ``notes``."""
     import numpy as np
 
     late = float(np.nanpercentile(frame["send_late_s"], 99)) if len(frame) else 0.0
@@ -72,14 +77,24 @@ def validity(frame: pd.DataFrame, load: Load) -> dict:
         reasons.append(f"requests left late: p99 {late:.4f} s, allowed {bound:.4f} s (1 % of the TTFT SLO)")
     if load.exact and wrong:
         reasons.append(f"{wrong} answers had another number of tokens than asked for")
+    counted = frame[(frame["status"] == "ok") & frame["counted_prompt_tokens"].notna()]
+    others = counted[counted["counted_prompt_tokens"] != counted["prompt_tokens"]]
+    if len(others) and not sends_text(load):
+        reasons.append(f"{len(others)} prompts had another number of tokens for the engine than were sent")
+    elif len(others):
+        told, meant = counted["counted_prompt_tokens"].sum(), counted["prompt_tokens"].sum()
+        notes.append(
+            f"engines counted other prompt_tokens than the trace says in {len(others)} of {len(counted)} requests, "
+            f"{told / meant - 1:+.1%} in sum: these are in counted_prompt_tokens, rates go by the trace"
+        )
     segments = frame["segment"].unique() if len(frame) and "segment" in frame else [0]
     if len(segments) > 1:
         notes.append(
             f"the run was broken off and went on {len(segments) - 1} times: after each break the engines start empty"
         )
     return {
-        "valid": not reasons, "send_late_p99_s": late, "bound_s": bound, "wrong_lengths": wrong, "why": reasons,
-        "notes": notes,
+        "valid": not reasons, "send_late_p99_s": late, "bound_s": bound, "wrong_lengths": wrong,
+        "wrong_prompts": len(others), "why": reasons, "notes": notes,
     }  # fmt: skip
 
 
