@@ -7,11 +7,13 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import numpy as np
+import pandas as pd
 import pytest
 from scripted_pools import scripted_pools
 
 from astrolabe_lab import InputError, length
 from astrolabe_lab.arrivals import with_arrivals
+from astrolabe_lab.cli import main
 from astrolabe_lab.disagg import routers, simulate_pools
 from astrolabe_lab.disagg.constants import PAPER
 from astrolabe_lab.disagg.policies import LeastLoadedPair, RoundRobinPair
@@ -403,6 +405,26 @@ def test_a_journal_replays_to_the_choices_that_were_made(tmp_path, spec):
     assert len(again) == 24 and again["same"].all()
     if spec == "least_loaded":
         assert not replay(tmp_path / "j", routers.parse("random"))["same"].all()
+
+
+def test_the_command_that_decides_a_journal_again_knows_those_of_pools(tmp_path, capsys):
+    async def story():
+        pools = scripted_pools(2, 3, token_s=0.005)
+        async with pools as engines, routed(engines, tmp_path / "j", routers.parse("random")) as (_, session, url):
+            await asyncio.gather(*(ask(session, url) for _ in range(30)))
+
+    run(story())
+    out = tmp_path / "again.parquet"
+    assert main(["replay", str(tmp_path / "j"), "--policy", "random", "--out", str(out), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["decisions"], told["agreement"]) == (30, 1.0) and len(pd.read_parquet(out)) == 30
+    assert main(["replay", str(tmp_path / "j"), "--policy", "random", "--seed", "9"]) == 0
+    assert "under random, 100.0%" not in capsys.readouterr().out
+    assert main(["replay", str(tmp_path / "j")]) == 0
+    assert "30 decisions over pools under marginal_cost" in capsys.readouterr().out
+    for words, said in ((["--policy", "astrolabe"], "unknown for pools"), (["--preset", "llama2-7b-a30"], "--preset")):
+        assert main(["replay", str(tmp_path / "j"), *words]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_bodies_of_the_two_steps_leave_the_client_s_own_alone():

@@ -12,14 +12,19 @@ SUMMARY = "decide a router's journal again, by any policy, and say what each cho
 EXAMPLE = "astrolabe replay /tmp/journal.jsonl --policy least_loaded --out replayed.parquet"
 DETAILS = (
     "On the statuses that the router saw. Regret: predicted E2E of the choice minus that of the best candidate. "
-    "With --out, a replay that was ended goes on where it was."
+    "With --out, a replay that was ended goes on where it was. Of a router of pools: which pairs the policy would have "
+    "chosen."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("journal", metavar="JOURNAL", help="what astrolabe route --journal wrote")
-    add("--policy", default="astrolabe:k=2", metavar="NAME[:key=value,...]", help="see astrolabe policies")
+    add(
+        "--policy",
+        metavar="NAME[:key=value,...]",
+        help="see astrolabe policies (default: astrolabe:k=2, for pools marginal_cost)",
+    )
     add("--preset", metavar="NAME", help="step cost to predict with, where the router had none")
     add("--seed", type=whole(0), metavar="S", help="of the policy's draws (default: the router's own)")
     add("--out", metavar="FILE", help="one row a decision: .parquet, .csv or .csv.gz")
@@ -28,10 +33,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def replay(args: argparse.Namespace) -> tuple[dict, str]:
     from astrolabe_lab.cost import preset
     from astrolabe_lab.result import check_output, save
+    from astrolabe_lab.serve.pools.replay import is_of_pools
     from astrolabe_lab.serve.replay import replay as decide_again
     from astrolabe_lab.serve.replay import summary
 
     out = check_output(args.out) if args.out else None
+    if is_of_pools(args.journal):
+        return _replay_pools(args, out)
     kept = Path(f"{out}.replaying") if out else None
 
     def goes_on(rows: int) -> None:
@@ -42,7 +50,7 @@ def replay(args: argparse.Namespace) -> tuple[dict, str]:
             print(f"replay: {done:,} decisions", file=sys.stderr, flush=True)
 
     cost = preset(args.preset).cost if args.preset else None
-    frame = decide_again(args.journal, args.policy, args.seed, cost, kept, progress, goes_on)
+    frame = decide_again(args.journal, args.policy or "astrolabe:k=2", args.seed, cost, kept, progress, goes_on)
     told = {"journal": args.journal, **summary(frame)}
     text = [
         f"{told['decisions']:,} decisions under {told['policy']}",
@@ -65,6 +73,26 @@ def replay(args: argparse.Namespace) -> tuple[dict, str]:
         text.append(f"{told['without_status']:,} decisions hold no statuses and were left out")
     if out:
         save(frame, out, **frame.attrs)
+        told["out"] = str(out)
+        text.append(f"wrote {out}")
+    return told, "\n".join(text)
+
+
+def _replay_pools(args: argparse.Namespace, out: Path | None) -> tuple[dict, str]:
+    from astrolabe_lab.disagg import routers
+    from astrolabe_lab.errors import InputError
+    from astrolabe_lab.result import save
+    from astrolabe_lab.serve.pools.replay import replay as decide_again
+
+    if args.preset:
+        raise InputError("--preset: this journal is of pools, whose policies price with its constants; leave it out")
+    policy = routers.parse(args.policy or "marginal_cost")
+    name = routers.spec(policy)
+    frame = decide_again(args.journal, policy, name=name, seed=args.seed)
+    told = {"journal": args.journal, "policy": name, "decisions": len(frame), "agreement": float(frame["same"].mean())}
+    text = [f"{len(frame):,} decisions over pools under {name}, {told['agreement']:.1%} as the router's own"]
+    if out:
+        save(frame, out, policy=name)
         told["out"] = str(out)
         text.append(f"wrote {out}")
     return told, "\n".join(text)

@@ -19,13 +19,21 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def replay(path: str | Path, policy, constants: Constants | None = None, name: str = "replayed") -> pd.DataFrame:
+def is_of_pools(path: str | Path) -> bool:
+    """Whether a router of pools wrote the journal. Raises InputError for a file that is no journal."""
+    return next((entry["event"] == "pools" for entry in read(path) if entry["event"] in ("pools", "decision")), False)
+
+
+def replay(
+    path: str | Path, policy, constants: Constants | None = None, name: str = "replayed", seed: int | None = None
+) -> pd.DataFrame:
     """One row a decision: rid, attempt, time_s, prefill_instance, decode_instance (as chosen then), the same with
     ``_now`` (as ``policy`` chooses), same, decision_s (wall).
 
     Where no prefill engine was there (prefill_instance -1), the decode engine alone is compared. ``constants``: others
-    than the router priced with. A decision is replayed by itself: what would have become of the cluster by other
-    choices is the simulator's to say. Raises InputError for a journal that is none of pools.
+    than the router priced with; ``seed``: of the policy's draws (default: the router's own). A decision is replayed by
+    itself: what would have become of the cluster by other choices is the simulator's to say. Raises InputError for a
+    journal that is none of pools.
     """
     import pandas as pd
 
@@ -44,7 +52,9 @@ def replay(path: str | Path, policy, constants: Constants | None = None, name: s
             entry["rid"], entry["arrived_s"], entry["prompt_tokens"], entry["predicted_tokens"], entry["slo"]
         )
         started = time.perf_counter()
-        chosen = policy.choose(request, view, decision_stream(told["seed"], entry["rid"], entry["attempt"]))
+        chosen = policy.choose(
+            request, view, decision_stream(told["seed"] if seed is None else seed, entry["rid"], entry["attempt"])
+        )
         seconds = time.perf_counter() - started
         p, d = check_pair(chosen, len(pools[0]), len(pools[1]), name)
         now = int(pools[0]["instance"][p]), int(pools[1]["instance"][d])
