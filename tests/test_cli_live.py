@@ -137,5 +137,7 @@ def test_a_preset_gives_the_step_cost_that_a_cluster_does_not_tell(tmp_path, cap
 def test_a_router_is_bounded_as_its_options_say(tmp_path):
     words = ["route", "--engines", "http://127.0.0.1:9", "--policy", "round_robin"]
     assert live._router(_parse(words)).limits == Limits()
-    bounded = live._router(_parse([*words, "--max-in-flight", "7", "--first-byte-s", "1.5", "--tries", "1"]))
-    assert bounded.limits == Limits(in_flight=7, first_byte_s=1.5, tries=1)
+    bounded = live._router(
+        _parse([*words, "--max-in-flight", "7", "--first-byte-s", "1.5", "--whole-answer-s", "9", "--tries", "1"])
+    )
+    assert bounded.limits == Limits(in_flight=7, first_byte_s=1.5, whole_answer_s=9.0, tries=1)

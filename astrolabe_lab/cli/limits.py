@@ -14,7 +14,11 @@ def add_limits(add) -> None:
     )  # fmt: skip
     add(
         "--first-byte-s", type=number(above=0), default=default.first_byte_s, metavar="S",
-        help=f"modelled s that an engine has for its first byte (default: {default.first_byte_s:g})",
+        help=f"modelled s that an engine has for the first byte of a stream (default: {default.first_byte_s:g})",
+    )  # fmt: skip
+    add(
+        "--whole-answer-s", type=number(above=0), default=default.whole_answer_s, metavar="S",
+        help=f"modelled s that it has for an answer that is not streamed (default: {default.whole_answer_s:g})",
     )  # fmt: skip
     add(
         "--tries", type=whole(1), default=default.tries, metavar="N",
@@ -23,4 +27,9 @@ def add_limits(add) -> None:
 
 
 def limits_of(args) -> Limits:
-    return Limits(in_flight=args.max_in_flight, first_byte_s=args.first_byte_s, tries=args.tries)
+    return Limits(
+        in_flight=args.max_in_flight,
+        first_byte_s=args.first_byte_s,
+        whole_answer_s=args.whole_answer_s,
+        tries=args.tries,
+    )
