@@ -387,8 +387,14 @@ def test_wrong_words_end_with_code_2(words, says, capsys):
 
 def test_every_command_that_help_and_readme_tell_is_one_that_is_taken():
     texts = [example for module in (cli_length, cli_feedback) for _, example, _ in module.COMMANDS.values()]
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    texts += [readme.partition("## How long will the answer be?")[2].partition("\n## ")[0], cli_tag.EXAMPLE]
+    readme, contributing = (
+        (Path(__file__).parents[1] / f"{name}.md").read_text() for name in ("README", "CONTRIBUTING")
+    )
+    texts += [
+        readme.partition("## How long will the answer be?")[2].partition("\n## ")[0],
+        contributing,
+        cli_tag.EXAMPLE,
+    ]
     lines = [line.strip() for text in texts for line in text.replace("\\\n", " ").splitlines()]
     told = [line for line in lines if line.startswith("astrolabe ")]
     assert len(told) > 12
