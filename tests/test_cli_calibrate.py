@@ -52,6 +52,12 @@ def test_the_command_writes_the_file_its_figures_and_one_json_object(tmp_path, c
         (["--engines", "127.0.0.1:1", "--out", "c.json"], "is not a URL"),
         (["--engines", "http://127.0.0.1:9", "--out", "c.json"], "does not list its models"),
         (["--cluster", "/nowhere", "--out", "c.json"], "astrolabe launch makes it"),
+        (["--cluster", "/nowhere", "--model", "m", "--out", "c.json"], "--model is of engines at URLs"),
+        (["--cluster", "/nowhere", "--engine", "block_size=8", "--out", "c.json"], "--engine is of engines at URLs"),
+        (["--cluster", "/nowhere", "--device", "A40", "--out", "c.json"], "the folder of --cluster says its own"),
+        (["--cluster", "/nowhere", "--time-scale", "2", "--out", "c.json"], "--time-scale is of engines at URLs"),
+        (["--simulate", "llama2-7b-a30", "--device", "A40", "--out", "c.json"], "an engine of --simulate has none"),
+        (["--simulate", "llama2-7b-a30", "--model", "m", "--out", "c.json"], "--model is of engines at URLs"),
         (["--simulate", "llama2-7b-a30", "--budget-s", "2", "--out", "c.json"], "one round needs about"),
     ],
 )
@@ -78,6 +84,31 @@ def test_a_router_refuses_another_model_device_or_flag_and_takes_anything_as_con
         calibrated(options(constants_from=file, calibration=file, engines=url), "m", CONFIG)
 
 
+def test_flags_that_nobody_gave_and_a_device_that_was_named_are_no_reason_to_refuse_a_calibration(file, capsys):
+    url, device = "http://127.0.0.1:9", load(file).device
+    with pytest.raises(InputError, match=f"device '{device}', here 'A40'"):
+        calibrated(options(calibration=file, engines=url, device="A40"), "m", EngineConfig())
+    config, _ = calibrated(options(calibration=file, engines=url, device=device), "m", EngineConfig())
+    assert config == CONFIG and "does not tell its flags" in capsys.readouterr().err
+    given = options(calibration=file, engines=url, device=device, engine="max_num_seqs=8")
+    assert calibrated(given, "m", EngineConfig.parse("max_num_seqs=8"))[0] == CONFIG
+    with pytest.raises(InputError, match=r"max_num_seqs 8, here 9\. Calibrate"):
+        given.engine = "max_num_seqs=9"
+        calibrated(given, "m", EngineConfig.parse("max_num_seqs=9"))
+    changed = options(constants_from=file, engines=url, engine="block_size=32")
+    assert calibrated(changed, "m", EngineConfig())[0] == EngineConfig.parse("block_size=32", CONFIG)
+    with pytest.raises(InputError, match="--preset and a calibration both tell"):
+        calibrated(options(calibration=file, engines=url, preset="llama2-7b-a30"), "m", EngineConfig())
+
+
+def test_a_device_that_cannot_be_checked_is_said(file, capsys, monkeypatch):
+    monkeypatch.setattr("astrolabe_lab.calibrate.live._get_text", lambda url: None)
+    calibrated(options(calibration=file, engines="http://gpu.example:8000"), "m", EngineConfig())
+    assert "http://gpu.example:8000 is on another machine, so its device is not checked" in capsys.readouterr().err
+    with pytest.raises(InputError, match="here 'A40'"):
+        calibrated(options(calibration=file, engines="http://gpu.example:8000", device="A40"), "m", EngineConfig())
+
+
 def test_a_router_of_pools_prices_with_what_it_is_given(file):
     pools = {"prefill": "http://127.0.0.1:9", "decode": "http://127.0.0.1:9,http://127.0.0.1:10"}
     assert are_meant(options(**pools)) and not are_meant(options(engines="http://127.0.0.1:9"))
@@ -85,6 +116,8 @@ def test_a_router_of_pools_prices_with_what_it_is_given(file):
     assert router.policy_name == "marginal_cost" and (router.n_prefill, len(router.instances)) == (1, 3)
     assert router.constants == load(file).constants() and len(router.drift.watches) == 2
     assert pool_router(options(**pools, constants_from="paper-simulator")).constants.decode_step_s == 0.0018
+    with pytest.raises(InputError, match="not both"):
+        pool_router(options(**pools, constants_from="paper", calibration=file))
     with pytest.raises(InputError, match="give --calibration"):
         pool_router(options(**pools))
     with pytest.raises(InputError, match="go together"):

@@ -97,6 +97,8 @@ def test_wrong_words_are_answered_with_what_is_allowed(tmp_path, capsys):
             "--constants-from does not reach",
         ),
         (["route", *cluster, "--journal-prompts"], "give --journal FILE too"),
+        (["route", *cluster, "--device", "A40"], "--device is of engines at URLs"),
+        (["route", "--engines", "http://127.0.0.1:9", "--device", "A40"], "give --calibration FILE too"),
         (["route", *cluster, "--preset", "llama2-7b-a30"], "tells its step cost; --cost key=value,... changes it"),
         (["route", *cluster, "--engine", "max_num_seqs=8"], "--engine is of engines at URLs"),
         (["route", *cluster, "--model", "m"], "--model is of engines at URLs"),

@@ -30,9 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         default="",
         metavar="key=value,...",
-        help="engine flags (default: as the engine says, or a preset's)",
+        help="engine flags (of URLs, default: as the engine says; of --simulate, default: the preset's)",
     )
-    add("--time-scale", type=number(above=0), default=1.0, metavar="X", help="wall s per modelled s (with URLs)")
+    add("--time-scale", type=number(above=0), metavar="X", help="wall s per modelled s (with URLs; default: 1)")
     add("--budget-s", type=number(above=0), default=300.0, metavar="S", help="at most so long (default: 300)")
     add("--rounds", type=whole(1), default=8, metavar="N", help="at most so many passes over all cells (default: 8)")
     add("--seed", type=whole(0), default=0, metavar="S", help="of the order of what is measured")
@@ -47,6 +47,7 @@ def calibrate(args: argparse.Namespace) -> tuple[dict, str]:
         raise InputError(f"--out {args.out!r} must end in .json")
     if bool(args.prefill) != bool(args.decode):
         raise InputError("--prefill and --decode go together: the URLs of both pools")
+    _refuse_what_is_told_already(args)
     target = _target(args)
     try:
         found = measure(target, budget_s=args.budget_s, seed=args.seed, rounds=args.rounds)
@@ -67,6 +68,18 @@ def calibrate(args: argparse.Namespace) -> tuple[dict, str]:
     return record, describe(found, path)
 
 
+def _refuse_what_is_told_already(args) -> None:
+    """Raise InputError for options of engines at URLs where a cluster's folder or a simulated engine says its own."""
+    at_urls = {"--model": args.model, "--device": args.device, "--time-scale": args.time_scale, "--engine": args.engine}
+    if args.simulate:
+        del at_urls["--engine"]
+    if not (args.cluster or args.simulate):
+        return
+    if given := [name for name, value in at_urls.items() if value]:
+        where = "the folder of --cluster says its own" if args.cluster else "an engine of --simulate has none"
+        raise InputError(f"{given[0]} is of engines at URLs (--engines, --prefill): {where}; leave it out")
+
+
 def _target(args):
     if args.simulate:
         from astrolabe_lab.calibrate import SimulatedTarget
@@ -81,7 +94,7 @@ def _target(args):
     from astrolabe_lab.calibrate.live import engines_at
 
     return engines_at(
-        args.engines or args.prefill, args.decode, args.model, args.engine, args.device, args.time_scale
+        args.engines or args.prefill, args.decode, args.model, args.engine, args.device, args.time_scale or 1.0
     )  # fmt: skip
 
 
@@ -128,41 +141,50 @@ def step_cost(args, own=None):
 def calibrated(args, model: str, config, cost=None):
     """(engine flags, calibration) of a router with these options; without a calibration (``config``, None).
 
-    Checked against the cluster, unless it came as --constants-from: of engines at URLs, what they tell of their flags
-    or --engine says. Raises InputError where it is of another model, device or flag.
+    Checked against the cluster, unless it came as --constants-from: of engines at URLs, what they tell of their flags,
+    with --engine on top; what neither says is taken from the calibration. Raises InputError where it is of another
+    model, device or flag.
     """
     from astrolabe_lab.calibrate.artifact import load
     from astrolabe_lab.calibrate.live import device_of_cluster, flags_of, step_flags
     from astrolabe_lab.engines.cluster_file import read_cluster
     from astrolabe_lab.sim.config import EngineConfig
 
-    if args.calibration and args.constants_from:
-        raise InputError("give --calibration, or --constants-from, which is not checked; not both")
-    if args.cluster and getattr(args, "preset", None) and (args.calibration or args.constants_from):
-        raise InputError("--preset and a calibration both tell the step cost of a cluster: give one of them")
-    given = bool(args.cluster or args.engine or getattr(args, "preset", None))
-    if args.constants_from:
-        print(f"constants from {args.constants_from}, whatever they belong to", file=sys.stderr)
-        found = load(args.constants_from, edited=True)
-        return (config if given else found.config), found
-    if not args.calibration:
+    refuse_two_calibrations(args)
+    if not args.calibration and not args.constants_from:
         return config, None
+    if args.preset:
+        raise InputError("--preset and a calibration both tell flags and step cost of engines: give one of them")
+    if args.constants_from:
+        _warn(f"constants from {args.constants_from}, whatever they belong to")
+        found = load(args.constants_from, edited=True)
+        return config if args.cluster else EngineConfig.parse(args.engine, found.config), found
     found = load(args.calibration)
     wanted = {"model": model}
     url = None if args.cluster else (args.engines or args.prefill).split(",")[0].strip()
-    if url is None or url.partition("//")[2].startswith(("127.0.0.1", "localhost")):
-        wanted["device"] = device_of_cluster(args.cluster, cost)
-    if given:
-        wanted["engine"] = config
-    elif told := flags_of(url):
-        wanted["engine"] = config = EngineConfig.from_dict(told)
+    if args.device or url is None or url.partition("//")[2].startswith(("127.0.0.1", "localhost")):
+        wanted["device"] = args.device or device_of_cluster(args.cluster, cost)
     else:
-        config = found.config
-        print(f"warning: {url} does not tell its flags, so the calibration's are believed", file=sys.stderr)
+        _warn(f"{url} is on another machine, so its device is not checked; --device NAME tells it")
+    if url is not None:
+        told = flags_of(url)
+        if not told:
+            _warn(f"{url} does not tell its flags, so the calibration's are believed where --engine says nothing")
+        config = EngineConfig.parse(args.engine, EngineConfig.from_dict(told) if told else found.config)
+    wanted["engine"] = config
     if flags := step_flags(url or read_cluster(args.cluster).engines[0]["url"]):
         wanted["flags"] = flags
     found.require(**wanted)
     if not found.valid:
         failed = ", ".join(name for name, gate in found.gates.items() if not gate["ok"])
-        print(f"warning: the calibration missed its own gates ({failed})", file=sys.stderr)
+        _warn(f"the calibration missed its own gates ({failed})")
     return config, found
+
+
+def refuse_two_calibrations(args) -> None:
+    if args.calibration and args.constants_from:
+        raise InputError("give --calibration, or --constants-from, which is not checked; not both")
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)

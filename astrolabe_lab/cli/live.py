@@ -101,6 +101,9 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--engine", default="", metavar="key=value,...", help="flags of --engines, if not the preset's")
     parser.add_argument("--cost", default="", metavar="key=value,...", help="change the step cost, or give it")
     parser.add_argument("--model", metavar="NAME,...", help="that --engines serve (default: emulated)")
+    parser.add_argument(
+        "--device", metavar="NAME", help="of --engines, which --calibration must be of (default: this machine's)"
+    )
     parser.add_argument("--tokenizer", metavar="DIR", help="tokenizer to count prompts with (default: learned ratio)")
     parser.add_argument(
         "--lengths",
@@ -155,9 +158,12 @@ def route(args):
 def _check(args) -> None:
     """Raise InputError for options that would say nothing beside others."""
     if args.cluster:
-        of_engines = {"--engine": args.engine, "--model": args.model, "--time-scale": args.time_scale}
+        of_engines = {"--engine": args.engine, "--model": args.model, "--time-scale": args.time_scale,
+                      "--device": args.device}  # fmt: skip
         if given := [name for name, value in of_engines.items() if value]:
             raise InputError(f"{given[0]} is of engines at URLs (--engines): the folder of --cluster says its own")
+    if args.device and not args.calibration:
+        raise InputError("--device is what a calibration must be of: give --calibration FILE too")
     if args.sidecars:
         costs = ("calibration", "constants_from", "preset", "cost")
         if given := [name for name in costs if getattr(args, name)]:

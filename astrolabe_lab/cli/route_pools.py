@@ -22,7 +22,7 @@ def are_meant(args) -> bool:
 
 def pool_router(args):
     """The PoolRouter. Raises InputError for options that do not fit together, or a calibration of another cluster."""
-    from astrolabe_lab.cli.calibrate import calibrated
+    from astrolabe_lab.cli.calibrate import calibrated, refuse_two_calibrations
     from astrolabe_lab.cli.limits import limits_of
     from astrolabe_lab.disagg import routers
     from astrolabe_lab.disagg.constants import NAMED, Constants
@@ -55,6 +55,7 @@ def pool_router(args):
         config, time_scale = EngineConfig.parse(args.engine), args.time_scale or 1.0
         places = [_urls(args.prefill), _urls(args.decode)]
         tokenizer, models = args.tokenizer, (args.model or "emulated").split(",")
+    refuse_two_calibrations(args)
     if args.constants_from in NAMED:
         calibration, constants = None, Constants.read(args.constants_from)
     else:
