@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made on first use and brought up to date when the pins change.
-.PHONY: help install run grid test test-long lab bench bench-peers bench-router soak length ray vllm nixl lint strip clean
+.PHONY: help install run grid test test-long lab bench bench-peers bench-router objectives soak length ray vllm nixl lint strip clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -13,6 +13,7 @@ PYTEST_ARGS ?=
 GRID_QPS := 20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35,36
 GRID_POLICIES := random,round_robin,least_loaded,infaas_c,llumnix_minus_a,po2_requests,astrolabe:k=2,astrolabe:k=4
 GRID_ARGS ?=
+OBJECTIVES_ARGS ?=
 SOAK_ARGS ?=
 LAB_ARGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
@@ -25,6 +26,7 @@ help:
 	@echo "make bench    the speed tables (after make length also of a tagging encoder)"
 	@echo "make bench-peers  Dynamo's replay of the same trace beside ours (Linux)"
 	@echo "make bench-router  what a router adds to a request's first token"
+	@echo "make objectives  what foresight and blends of objectives buy, over seeds (OBJECTIVES_ARGS='--seeds 4')"
 	@echo "make soak     half an hour of load on emulated engines (SOAK_ARGS='--minutes 5 --engines 2')"
 	@echo "make vllm     vLLM's CPU build, for the tests against its own scheduler (3.5 GB)"
 	@echo "make nixl     NIXL beside it, for KV transfers between real engines"
@@ -78,6 +80,10 @@ bench-peers: .venv/.peers
 
 bench-router: .venv/.installed
 	@$(BIN)/python tests/speed_router.py
+
+objectives: .venv/.installed
+	@$(BIN)/python tests/objectives.py foresight $(OBJECTIVES_ARGS)
+	@$(BIN)/python tests/objectives.py blend $(OBJECTIVES_ARGS)
 
 soak: .venv/.vllm
 	@$(BIN)/python tests/soak.py $(SOAK_ARGS)

@@ -4,7 +4,7 @@
 the instance, the newcomer's own included: what it costs everybody who is there. ``blend:W:C`` is
 (1 - W) e2e_s + W added_delay_s + C ttft_s: the delay of the others at the price W, 0 to 1, and waiting at the extra
 price C, 0 unless given. Behind a queue a newcomer delays nobody who is there, but all who come later: C stands for
-them.
+them. `make objectives` measures what each buys.
 """
 
 from __future__ import annotations
