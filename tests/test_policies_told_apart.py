@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+import re
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -60,6 +61,7 @@ CACHED = [functools.lru_cache(lambda x, by=by: x * by) for by in (1, 2)]
         ("used(0)", np.exp, np.log),
         ("used(0)", min, max),
         ("used.weight", SimpleNamespace(weight=1), SimpleNamespace(weight=2)),
+        ("used.match('a')", re.compile("a"), re.compile("b")),
         ("used.random()", np.random.default_rng(1), np.random.default_rng(2)),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -7,6 +7,7 @@ that is told by its name alone.
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import dataclasses
 import dis
 import functools
@@ -98,8 +99,9 @@ def _object(value: object, seen: Seen) -> object:
 
 def _made(value: object, seen: Seen) -> list:
     """What `value` would be made of again: the class or function that makes it, and what that is given."""
+    kind = type(value)
     try:
-        made = value.__reduce_ex__(2)
+        made = copyreg.dispatch_table[kind](value) if kind in copyreg.dispatch_table else value.__reduce_ex__(2)
     except Exception:
         made = None
     if not isinstance(made, tuple):
