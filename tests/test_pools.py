@@ -232,6 +232,17 @@ def test_leaked_signals_differ_from_own_ones_only_in_lengths():
         assert (leaked["predicted_tokens"] == true[leaked["rid"]]).all()
 
 
+def test_with_the_leak_wrong_constants_do_not_change_how_much_work_is_left():
+    trace, wrong = requests(300, 26), PAPER.with_(decode_step_s=0.0018)
+    for signals, same in (("leaked", True), ("own", False)):
+        estimated, streamed = (
+            simulate_pools(trace, f"marginal_cost:progress={progress}", constants=wrong, signals=signals)
+            for progress in ("estimated", "streamed")
+        )
+        columns = ["prefill_instance", "decode_instance", "e2e_s"]
+        assert estimated[columns].equals(streamed[columns]) is same
+
+
 @pytest.mark.parametrize("pools", ["2", "0+4", "2+x", (1, 2, 3), (True, 2), 4])
 def test_wrong_pools_are_named(pools):
     with pytest.raises(InputError, match="pools="):

@@ -12,6 +12,7 @@ import numpy as np
 from astrolabe_lab.cost import StepCost, warn_outside
 from astrolabe_lab.disagg import kernel, routers
 from astrolabe_lab.disagg.constants import PAPER, Constants
+from astrolabe_lab.disagg.marginal_cost import MarginalCost
 from astrolabe_lab.disagg.observe import look
 from astrolabe_lab.disagg.services import service_of
 from astrolabe_lab.disagg.state import ENDED, HandOff, new_pools
@@ -65,7 +66,8 @@ def simulate_pools(
     caches move. ``constants``: what the router believes; default: ``calibrated``, what is true of these pools.
     ``service``: exact (vLLM's schedule), or the paper's simplifications batching and serial. ``poll_s``: how often the
     router polls the engines' occupancy (0: at each decision). ``signals="leaked"``: the router is told the true lengths
-    of what is in flight, as no proxy could be. ``policy_seed``: of the router's draws, where not ``seed``.
+    of what is in flight, as no proxy could be, and ``MarginalCost`` counts what has streamed of them: it knows what is
+    left, whatever its constants and ``progress``. ``policy_seed``: of the router's draws, where not ``seed``.
 
     Beside the trace's columns: prefill_instance, decode_instance, prefill_finished_s, transfer_started_s,
     transfer_finished_s, and the outcome's (``sim.engine.run_one``). Times in s. Raises InputError for a trace, policy,
@@ -110,6 +112,8 @@ class _Run:
     def __init__(self, trace, policy, name, state, constants, poll_s, leak):
         self.trace = trace
         self.policy = copy.deepcopy(policy)
+        if leak and isinstance(self.policy, MarginalCost):  # else wrong constants would hide what is true
+            self.policy.progress = "streamed"
         self.name = name
         self.state = state
         self.poll_s = poll_s
