@@ -94,6 +94,21 @@ def test_gains_are_points_over_the_baseline_with_intervals_that_hold_them():
     assert row["low"] < row["mean"] < row["high"]
 
 
+def test_what_is_picked_from_many_groups_is_corrected_for_all_of_them():
+    rng = np.random.default_rng(3)
+    groups = [
+        rows_of({"a": base, "b": base + rng.normal(0, 0.02, 5)}).assign(group=group)
+        for group, base in enumerate(rng.normal(0.8, 0.05, (40, 5)))
+    ]
+    alone = pd.concat([compare.gains(group, "a") for group in groups])
+    together = compare.gains(pd.concat(groups), "a", by=["group"])
+    assert alone["clear"].any() and not together["clear"].any()  # nothing differs here
+    assert together["low"].max() < 0 < together["high"].min()
+    assert [compare.winners(group)["winner"][0] for group in groups].count("") < 40
+    assert (compare.winners(pd.concat(groups), by=["group"])["winner"] == "").all()
+    assert compare.told(alone.iloc[0].to_dict() | {"mean": -3.06, "low": -9.5, "high": 3.3}) == "-3.1 [-9.5, +3.3]"
+
+
 def test_rolling_tails_take_the_requests_that_arrived_in_each_window():
     results = pd.DataFrame(
         {"policy": "a", "arrived_s": [0.0, 1.0, 9.9, 10.0, 19.0], "ttft_s": [0.1, 0.3, 0.2, 0.5, np.nan]}

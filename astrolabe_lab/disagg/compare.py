@@ -17,7 +17,8 @@ def winners(summary: pd.DataFrame, by: Sequence[str] = (), metric: str = GOODPUT
     """The best policy of each group by its mean ``metric`` (higher is better), and whether that is clear.
 
     ``summary``: rows of a sweep. Columns: ``*by, best, mean, undecided`` (the policies that paired seeds, corrected for
-    the number of comparisons, cannot tell from it) and ``winner``: the best where nobody is undecided, else "".
+    the number of comparisons in all groups, cannot tell from it) and ``winner``: the best where nobody is undecided,
+    else "".
     """
     import pandas as pd
 
@@ -25,9 +26,10 @@ def winners(summary: pd.DataFrame, by: Sequence[str] = (), metric: str = GOODPUT
 
     measure.require_columns(summary, (*by, "policy", "qps", "seed", metric))
     rows = []
-    for key, runs in summary.groupby(list(by), sort=False) if by else [((), summary)]:
+    groups, level = _groups(summary, by)
+    for key, runs in groups:
         runs = runs.assign(loss=-runs[metric])
-        found = measure.best_and_undecided(runs, "loss")
+        found = measure.best_and_undecided(runs, "loss", level)
         if len(found) > 1:
             raise InputError(f"by={list(by)} leaves several rates in one group: add qps to it")
         row = found.iloc[0]
@@ -38,18 +40,31 @@ def winners(summary: pd.DataFrame, by: Sequence[str] = (), metric: str = GOODPUT
 def gains(summary: pd.DataFrame, baseline: str, by: Sequence[str] = (), metric: str = GOODPUT) -> pd.DataFrame:
     """How many points of ``metric`` each policy lies above ``baseline``: ``*by, policy, mean, low, high, clear``.
 
-    ``low``, ``high``: 95 % intervals of the paired differences that hold together for the whole table of a group.
+    ``low``, ``high``: 95 % intervals of the paired differences that hold together for all groups, so that whoever
+    picks the lowest or highest row of the table may believe its interval; ``clear``: as sure.
     """
     import pandas as pd
 
     from astrolabe_lab import measure
 
     parts = []
-    for key, runs in summary.groupby(list(by), sort=False) if by else [((), summary)]:
-        found = measure.paired_difference(runs.assign(points=100 * runs[metric]), "points", baseline)
+    groups, level = _groups(summary, by)
+    for key, runs in groups:
+        found = measure.paired_difference(runs.assign(points=100 * runs[metric]), "points", baseline, level)
         keys = dict(zip(by, key, strict=True))
         parts.append(found.assign(**keys)[[*by, "policy", "mean", "low_all", "high_all", "clear"]])
     return pd.concat(parts, ignore_index=True).rename(columns={"low_all": "low", "high_all": "high"})
+
+
+def _groups(summary: pd.DataFrame, by: Sequence[str]) -> tuple[list, float]:
+    """(the groups of ``by`` with their keys, how sure each has to be for all of them together to be sure at 95 %)."""
+    groups = list(summary.groupby(list(by), sort=False)) if by else [((), summary)]
+    return groups, 1 - 0.05 / len(groups)
+
+
+def told(row) -> str:
+    """A row of ``gains`` as text: its mean and interval."""
+    return f"{row['mean']:+.1f} [{row['low']:+.1f}, {row['high']:+.1f}]"
 
 
 def means(summary: pd.DataFrame, by: Sequence[str], metric: str = GOODPUT) -> pd.DataFrame:
