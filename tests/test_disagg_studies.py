@@ -54,13 +54,17 @@ def test_the_search_ends_between_rates_on_both_sides_of_its_target():
     ("given", "options", "told"),
     [
         ({}, {"target": 1.5}, "between 0 and 1"),
+        ({}, {"tolerance": 0}, "tolerance=0 must be"),
+        ({}, {"tolerance": float("nan")}, "tolerance=nan must be"),
+        ({}, {"start_qps": -1.0}, "start_qps=-1.0 must be"),
+        ({}, {"seeds": ()}, "seeds are none"),
         ({"slo": {"ttft_s": 1e-6}}, {}, "out of reach"),
         ({"slo": {"ttft_s": 1e9}}, {"start_qps": 2000.0}, "never collapses"),
     ],
 )
 def test_a_search_that_cannot_end_says_so(given, options, told):
     with pytest.raises(InputError, match=told):
-        saturation.find(studies.settings(5) | given, seeds=(0,), **options)
+        saturation.find(studies.settings(5) | given, **{"seeds": (0,)} | options)
 
 
 def rows_of(values):
@@ -72,6 +76,15 @@ def rows_of(values):
             for seed, value in enumerate(shares)
         ]
     )
+
+
+def test_goodput_counts_lost_requests_so_a_winner_by_it_may_lose_more():
+    rng = np.random.default_rng(0)
+    base = rng.normal(0.8, 0.05, 6)
+    runs = rows_of({"a": base, "b": base + 0.05 + rng.normal(0, 0.003, 6)}).assign(n=1000)
+    runs["ok"] = np.where(runs["policy"] == "b", 950, 1000)
+    assert compare.winners(runs)["winner"][0] == "b"
+    assert compare.gains(runs, "a")["clear"][0]
 
 
 def test_there_is_no_winner_inside_the_noise():

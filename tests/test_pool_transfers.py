@@ -7,7 +7,7 @@ import pytest
 from astrolabe_lab.calibrate import Transfer
 from astrolabe_lab.engines.engine_process import free_port
 from astrolabe_lab.serve.pools.desk import Caller, Desk
-from astrolabe_lab.serve.pools.launch import Handover, parse_pools
+from astrolabe_lab.serve.pools.launch import Handover
 from astrolabe_lab.serve.pools.link import Link
 
 LATENCY_S, BLOCK_S = 0.5, 0.01
@@ -69,10 +69,6 @@ def test_a_desk_keeps_blocks_until_they_are_pulled_or_expire():
     caller.close()
 
 
-def test_pools_are_written_as_two_numbers_of_engines():
-    assert parse_pools("2+4") == (2, 4)
-    for text in ("2", "2+", "+4", "0+4", "a+b", "2+4+1"):
-        with pytest.raises(ValueError, match="like 2\\+4"):
-            parse_pools(text)
+def test_a_share_of_failing_pulls_is_one():
     with pytest.raises(ValueError, match="fail_share=2"):
         Handover(fail_share=2)

@@ -11,7 +11,8 @@ import astrolabe_lab as lab
 from astrolabe_lab.arrivals import with_arrivals
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.disagg.constants import PAPER
-from astrolabe_lab.disagg.simulate import paper_world, parse_pools, simulate_pools
+from astrolabe_lab.disagg.settings import parse_pools
+from astrolabe_lab.disagg.simulate import paper_world, simulate_pools
 from astrolabe_lab.disagg.state import HandOff
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import families
@@ -243,7 +244,7 @@ def test_with_the_leak_wrong_constants_do_not_change_how_much_work_is_left():
         assert estimated[columns].equals(streamed[columns]) is same
 
 
-@pytest.mark.parametrize("pools", ["2", "0+4", "2+x", (1, 2, 3), (True, 2), 4])
+@pytest.mark.parametrize("pools", ["2", "2+", "+4", "0+4", "2+x", "2+4+1", (1, 2, 3), (True, 2), 4])
 def test_wrong_pools_are_named(pools):
     with pytest.raises(InputError, match="pools="):
         parse_pools(pools)

@@ -27,14 +27,13 @@ class Probe:
 class Answer:
     """When a probe was sent and what arrived of it: at ``times`` (n,) there were ``tokens`` (n,) in all.
 
-    Seconds of the target's clock; several tokens may arrive at once. ``complete``: all came.
+    Seconds of the target's clock; several tokens may arrive at once.
     """
 
     probe: Probe
     sent_s: float
     times: np.ndarray
     tokens: np.ndarray
-    complete: bool = True
 
     @property
     def first_s(self) -> float:

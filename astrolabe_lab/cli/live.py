@@ -61,8 +61,8 @@ def launch(args):
 
     many = (args.instances,)
     if args.pools:
+        from astrolabe_lab.disagg.settings import parse_pools
         from astrolabe_lab.serve.pools.launch import launch_pools as start
-        from astrolabe_lab.serve.pools.launch import parse_pools
 
         many = parse_pools(args.pools)
     with start(

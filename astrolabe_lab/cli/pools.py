@@ -49,13 +49,13 @@ def simulate(args: argparse.Namespace, requests, engine, cost, preset, progress)
     """(result frame, settings, lines for people) of the pools that the options describe. Raises InputError."""
     from astrolabe_lab.cost import RangeWarning
     from astrolabe_lab.disagg import routers, settings
-    from astrolabe_lab.disagg.simulate import calibrated, parse_pools, simulate_pools
+    from astrolabe_lab.disagg.simulate import calibrated, simulate_pools
     from astrolabe_lab.measure import attainment
 
     for name in NOT_FOR_POOLS:
         if getattr(args, name) not in (None, {}, "none"):
             raise InputError(f"--{name.replace('_', '-')} is not modelled for --pools; leave it out")
-    pools = parse_pools(args.pools)
+    pools = settings.parse_pools(args.pools)
     policy = routers.parse(args.policy)
     hand_off = settings.hand_off(args.hand_off or "")
     own = {"service": args.service or "exact", "signals": args.signals or "own"}

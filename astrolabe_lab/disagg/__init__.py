@@ -16,7 +16,7 @@ _HOME = {
     "HandOff": "state",
     "calibrated": "simulate",
     "MarginalCost": "marginal_cost",
-    "parse_pools": "simulate",
+    "parse_pools": "settings",
     "paper_world": "simulate",
     "simulate_pools": "simulate",
 }

@@ -28,8 +28,8 @@ def winners(summary: pd.DataFrame, by: Sequence[str] = (), metric: str = GOODPUT
     rows = []
     groups, level = _groups(summary, by)
     for key, runs in groups:
-        runs = runs.assign(loss=-runs[metric])
-        found = measure.best_and_undecided(runs, "loss", level)
+        loss = f"{metric}_loss"  # named so that measure knows whether requests that were lost are in it
+        found = measure.best_and_undecided(runs.assign(**{loss: -runs[metric]}), loss, level)
         if len(found) > 1:
             raise InputError(f"by={list(by)} leaves several rates in one group: add qps to it")
         row = found.iloc[0]
@@ -50,7 +50,8 @@ def gains(summary: pd.DataFrame, baseline: str, by: Sequence[str] = (), metric: 
     parts = []
     groups, level = _groups(summary, by)
     for key, runs in groups:
-        found = measure.paired_difference(runs.assign(points=100 * runs[metric]), "points", baseline, level)
+        points = f"{metric}_points"
+        found = measure.paired_difference(runs.assign(**{points: 100 * runs[metric]}), points, baseline, level)
         keys = dict(zip(by, key, strict=True))
         parts.append(found.assign(**keys)[[*by, "policy", "mean", "low_all", "high_all", "clear"]])
     return pd.concat(parts, ignore_index=True).rename(columns={"low_all": "low", "high_all": "high"})

@@ -119,8 +119,6 @@ def run(pools, until_s):
             w = way[r]
             w.landed_s = at_s
             w.phase = LANDED
-            h.pulled += 1
-            h.pull_failures += w.failed
             p = w.prefill
             pulled[p, 0] += w.held
             w.held = 0
@@ -174,7 +172,6 @@ def run(pools, until_s):
             h.n_leases += 1
             if way[r].phase <= QUEUED and way[r].held > 0:
                 p = way[r].prefill
-                h.expired += 1
                 pulled[p, 0] += way[r].held
                 way[r].held = 0
                 if p_engines[p].n_in_flight == 0:

@@ -42,8 +42,8 @@ def find(
     """The Anchor of ``settings`` (a grid's defaults: trace, pools, requests, ...), by bisection with repeats.
 
     Rates double or halve from ``start_qps`` until they lie on both sides of ``target``, then halve the gap until it is
-    ``tolerance`` of the rate; every rate is run at each seed. Raises InputError for a target outside (0, 1), and where
-    no rate up to 4,096 a second crosses it.
+    ``tolerance`` of the rate; every rate is run at each seed. Raises InputError for a target outside (0, 1), a
+    tolerance or first rate that is not > 0, no seeds, and where no rate up to 4,096 a second crosses the target.
     """
     import pandas as pd
 
@@ -51,6 +51,12 @@ def find(
 
     if not isinstance(target, (int, float)) or not 0 < target < 1:
         raise InputError(f"target={target!r} must be a goodput share between 0 and 1, such as 0.8")
+    for name, value in (("tolerance", tolerance), ("start_qps", start_qps)):
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            raise InputError(f"{name}={value!r} must be a finite number > 0")
+    if not seeds:
+        raise InputError("seeds are none: give one at least, such as (0, 1, 2)")
     seen: dict[float, pd.DataFrame] = {}
 
     def goodput(qps: float) -> float:

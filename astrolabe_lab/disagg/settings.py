@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from astrolabe_lab.disagg.constants import Constants
 from astrolabe_lab.disagg.state import HandOff
 from astrolabe_lab.errors import InputError
+
+MOST = 10_000  # engines in a pool
+
+
+def parse_pools(text) -> tuple[int, int]:
+    """(prefill, decode) of ``P+D`` text or a pair, e.g. "2+4". Raises InputError."""
+    if isinstance(text, str):
+        found = re.fullmatch(r"\s*(\d+)\s*\+\s*(\d+)\s*", text)
+        text = (int(found[1]), int(found[2])) if found else text
+    pair = tuple(text) if isinstance(text, (tuple, list)) else ()
+    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST for n in pair):
+        raise InputError(
+            f"pools={text!r} is not P+D, the numbers of prefill and decode engines, each 1..{MOST:,}; write 2+4, say"
+        )
+    return pair
 
 
 def hand_off(given: str | Mapping[str, object], base: HandOff | None = None) -> HandOff:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import re
 from collections.abc import Callable
 
 import numpy as np
@@ -15,6 +14,7 @@ from astrolabe_lab.disagg.constants import PAPER, Constants
 from astrolabe_lab.disagg.marginal_cost import MarginalCost
 from astrolabe_lab.disagg.observe import look
 from astrolabe_lab.disagg.services import service_of
+from astrolabe_lab.disagg.settings import parse_pools
 from astrolabe_lab.disagg.state import ENDED, HandOff, new_pools
 from astrolabe_lab.disagg.view import IN_FLIGHT, POLLED, PoolsView, check_pair
 from astrolabe_lab.errors import InputError, check_kind
@@ -24,21 +24,7 @@ from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.sim.engine import EngineStuckError, outcomes
 from astrolabe_lab.sim.state import FAILED, FINISHED, REJECTED
 
-MOST = 10_000  # engines in a pool
 SIGNALS = ("own", "leaked")
-
-
-def parse_pools(text) -> tuple[int, int]:
-    """(prefill, decode) of ``P+D`` text or a pair, e.g. "2+4". Raises InputError."""
-    if isinstance(text, str):
-        found = re.fullmatch(r"\s*(\d+)\s*\+\s*(\d+)\s*", text)
-        text = (int(found[1]), int(found[2])) if found else text
-    pair = tuple(text) if isinstance(text, (tuple, list)) else ()
-    if len(pair) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or not 1 <= n <= MOST for n in pair):
-        raise InputError(
-            f"pools={text!r} is not P+D, the numbers of prefill and decode engines, each 1..{MOST:,}; write 2+4, say"
-        )
-    return pair
 
 
 def simulate_pools(

@@ -57,9 +57,6 @@ HEADER = np.dtype(
         ("n_leases", "i8"),  # of those prefilled, whose leases have been looked at
         ("n_open", "i8"),
         ("polled_s", "f8"),
-        ("pulled", "i8"),
-        ("pull_failures", "i8"),
-        ("expired", "i8"),
     ],
     align=True,
 )

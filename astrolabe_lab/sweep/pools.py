@@ -31,7 +31,7 @@ def refuse(given: Mapping[str, object]) -> None:
 def options_of(given: Mapping[str, object], engine_and_cost: Callable) -> dict[str, object]:
     """The keyword arguments of `simulate_pools`. ``engine_and_cost``: of settings on top of a mapping."""
     from astrolabe_lab.disagg import settings
-    from astrolabe_lab.disagg.simulate import calibrated, paper_world, parse_pools
+    from astrolabe_lab.disagg.simulate import calibrated, paper_world
 
     for key in given:
         if key.partition(".")[0] in NEVER:
@@ -51,7 +51,7 @@ def options_of(given: Mapping[str, object], engine_and_cost: Callable) -> dict[s
     true = calibrated(engine, cost, hand_off, given.get("service", "exact"))
     constants = settings.constants(given.get("constants", "calibrated"), true)
     changed = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("constants.")}
-    options = {"pools": parse_pools(given["pools"]), "engine": engine, "cost": cost, "hand_off": hand_off}
+    options = {"pools": settings.parse_pools(given["pools"]), "engine": engine, "cost": cost, "hand_off": hand_off}
     options["constants"] = constants.with_(**changed) if changed else constants
     return options | {key: given[key] for key in ("service", "signals", "poll_s") if key in given}
 

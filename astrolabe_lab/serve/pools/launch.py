@@ -41,14 +41,6 @@ class Handover:
             raise InputError(f"expiry_s={self.expiry_s!r} must be a number of seconds > 0")
 
 
-def parse_pools(text: str) -> tuple[int, int]:
-    """``P+D`` engines, like ``2+4``. Raises InputError."""
-    prefill, plus, decode = text.partition("+")
-    if not (plus and prefill.isdigit() and decode.isdigit() and int(prefill) and int(decode)):
-        raise InputError(f"pools {text!r} are not PREFILL+DECODE engines, like 2+4")
-    return int(prefill), int(decode)
-
-
 def launch_pools(prefill: int, decode: int, *, handover: Handover = Handover(), world="emulated", **options) -> Cluster:
     """A running Cluster whose first ``prefill`` engines have the role prefill and the others decode.
 
