@@ -114,7 +114,7 @@ def test_a_router_of_pools_prices_with_what_it_is_given(file):
     assert are_meant(options(**pools)) and not are_meant(options(engines="http://127.0.0.1:9"))
     router = pool_router(options(**pools, constants_from=file))
     assert router.policy_name == "marginal_cost" and (router.n_prefill, len(router.instances)) == (1, 3)
-    assert router.constants == load(file).constants() and len(router.drift.watches) == 2
+    assert router.constants == load(file).constants() and len(router.drift.watches) == 3
     assert pool_router(options(**pools, constants_from="paper-simulator")).constants.decode_step_s == 0.0018
     with pytest.raises(InputError, match="not both"):
         pool_router(options(**pools, constants_from="paper", calibration=file))

@@ -1,10 +1,14 @@
 """The drift alarm: statuses of an engine as time goes by against the step cost it was calibrated to."""
 
+import asyncio
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from astrolabe_lab.calibrate.drift import DriftMonitor, DriftWatch
 from astrolabe_lab.cost import StepCost
+from astrolabe_lab.engines.step_log import counts_of
 from astrolabe_lab.sim.state import RUNNING, WAITING
 from astrolabe_lab.sim.status import HEADER, ROW, Status
 
@@ -64,20 +68,104 @@ def test_only_stretches_in_which_the_same_streams_decode_throughout_count():
     assert watch.observed == 0 and not watch.alarm
 
 
-class Instance:
+def in_steps(queue, seats=4, budget=256, factor=1.0):
+    """The statuses, and when each was published, of an engine that serves ``queue`` [(prompt, output)], as they come in
+    turn, ``seats`` at a time and at most ``budget`` tokens a step; steps take ``factor`` times what COST says."""
+    now_s, running, waiting = 0.0, [], [[rid, *each, 0, 0] for rid, each in enumerate(queue)]
+    while running or waiting:
+        left = budget - sum(max(1, r[1] - r[3]) for r in running)
+        while waiting and len(running) < seats and left > 0:
+            running.append(waiting.pop(0))
+            left -= running[-1][1]
+        rows, left = np.zeros(len(running) + len(waiting), ROW), budget
+        for row, (rid, prompt, _, computed, generated) in zip(rows, [*running, *waiting], strict=True):
+            row["rid"], row["prompt"], row["computed"], row["generated"] = rid, prompt, computed, generated
+            row["state"] = WAITING
+        for row, r in zip(rows, running, strict=False):
+            row["state"], row["scheduled_now"] = RUNNING, min(max(1, r[1] - r[3]), left)
+            left -= row["scheduled_now"]
+        header = np.zeros(1, HEADER)
+        header["taken_s"] = header["step_started_s"] = now_s
+        header["n_running"], header["n_rows"] = len(running), len(rows)
+        yield Status(header, rows)
+        now_s += factor * COST_OF_MIXED.step_seconds(
+            *counts_of(rows[rows["scheduled_now"] > 0][["prompt", "computed", "scheduled_now"]].tolist())
+        )
+        for row, r in zip(rows, running, strict=False):
+            r[3] += int(row["scheduled_now"])
+            r[4] += r[3] >= r[1]
+        running = [r for r in running if r[4] < r[2]]
+
+
+COST_OF_MIXED = StepCost.parse("base_s=0.02,per_seq_s=2e-4,mixed.per_token_s=1e-4")
+BUSY = [(40 + 37 * j % 300, 1 + 7 * j % 23) for j in range(60)]  # a queue, prompts cut into chunks, short answers
+PROMPTS = [(40 + 37 * j % 300, 1) for j in range(60)]  # as a prefill engine sees them
+
+
+@pytest.mark.parametrize("queue", [BUSY, PROMPTS])
+@pytest.mark.parametrize("factor", [0.7, 1.0, 1.3])
+def test_steps_of_a_busy_engine_count_whatever_is_computed_in_them(queue, factor):
+    watch = DriftWatch(COST_OF_MIXED)
+    statuses = [*in_steps(queue, factor=factor)]
+    for before, after in pairwise(statuses):
+        watch.step(before, after)
+    assert watch.observed > 0.9 * (len(statuses) - 1)
+    assert watch.ratio == pytest.approx(factor, rel=1e-6) and watch.alarm is (factor != 1.0)
+
+
+@pytest.mark.parametrize("queue", [BUSY, PROMPTS])
+def test_steps_that_were_missed_are_not_taken_for_one(queue):
+    watch = DriftWatch(COST_OF_MIXED)
+    statuses = [*in_steps(queue)]
+    for apart in (2, 3, 5):
+        for before, after in zip(statuses, statuses[apart:], strict=False):
+            assert watch.step(before, after) is None
+    assert watch.observed == 0
+
+
+def test_a_step_before_an_engine_idled_does_not_count():
+    watch = DriftWatch(COST_OF_MIXED)
+    lone, other = next(in_steps([(50, 1)])), next(in_steps([(50, 9), (60, 9)]))
+    other.rows["rid"] += 7
+    other.header["step_started_s"] = 9.0
+    assert watch.step(lone, other) is None and watch.step(status({}), lone) is None
+
+
+class Silent:
+    """Publishes nothing; one stream decodes, slower than COST has it."""
+
     def __init__(self, index):
-        self.index, self.at = index, 0
+        self.index = index
 
     def status(self, now_s):
-        return status({1: (10, 1 + round(now_s / 0.03))}), "published"
+        return status({1: (10, 1 + round(now_s / 0.03))}), "ledger"
 
 
-def test_the_monitor_says_it_once_and_tells_prometheus():
+class Published:
+    """An engine that shows every step for three reads of its status."""
+
+    def __init__(self, index):
+        self.index, self.reads = index, 0
+        self.statuses = [*in_steps(BUSY * 3, factor=1.4)]
+
+    def status(self, now_s):
+        self.reads += 1
+        return self.statuses[min(self.reads // 3, len(self.statuses) - 1)], "published"
+
+
+@pytest.mark.parametrize(("kind", "cost"), [(Silent, COST), (Published, COST_OF_MIXED)])
+def test_the_monitor_says_it_once_and_tells_prometheus(kind, cost):
     clock, said = [0.0], []
-    monitor = DriftMonitor([Instance(0), Instance(1)], COST, lambda: clock[0], warn=said.append)
-    for _ in range(60):
-        monitor.look()
-        clock[0] += 0.3
+    instances = [kind(0), kind(1)]
+    monitor = DriftMonitor(instances, cost, lambda: clock[0], time_scale=1e-9, warn=said.append)
+
+    async def story():
+        for _ in range(60):
+            for instance in instances:
+                await monitor.look(instance)
+            clock[0] += 0.3
+
+    asyncio.run(story())
     assert len(said) == 2 and "drift: steps of instance 0 take 1." in said[0]
     ratio, alarm = monitor.families()
     assert [s.value for s in alarm.samples] == [1, 1]

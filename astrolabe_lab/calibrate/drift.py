@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import deque
 from dataclasses import dataclass, field
@@ -9,18 +10,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from astrolabe_lab.cost import StepCost
-from astrolabe_lab.sim.state import RUNNING
+from astrolabe_lab.engines.step_log import counts_of
+from astrolabe_lab.sim.state import RUNNING, WAITING
 from astrolabe_lab.sim.status import HEADER, ROW, Status
+
+POLLS_A_STEP = 4  # reads of a status while a step of the calibrated length lasts
+PATIENCE_STEPS = 5  # so many times that length it is waited for
 
 
 @dataclass
 class DriftWatch:
     """Compares statuses of one engine as time goes by with its calibrated step cost.
 
-    Between two looks, the stream that got most tokens tells how many steps there were; their price is compared with the
-    time that passed. Only stretches in which the same streams decoded throughout and no prompt was computed count.
-    ``ratio``: median of observed over calibrated step times of the last ``window`` stretches; ``alarm``: it is more
-    than ``tolerance`` off, with ``least`` stretches seen.
+    Of an engine that publishes its status, single steps count (``step``), whatever was computed in them and whoever
+    waits; but no step that none follows at once, as of a prompt that a prefill engine has to itself. Of one that does
+    not, the router knows only what streams (``look``): between two looks, the stream that got most tokens tells how
+    many steps there were. Only stretches in which the same streams decoded throughout and nobody waited count: nothing
+    is seen where engines queue or compute prompts, and nothing at all of prefill engines.
+
+    ``ratio``: median of observed over calibrated times of the last ``window`` steps or stretches; ``alarm``: it is more
+    than ``tolerance`` off, with ``least`` seen.
     """
 
     cost: StepCost
@@ -51,8 +60,26 @@ class DriftWatch:
             return None
         self._last = (now_s, decoding)
         context = sum(prompt + (generated + before[rid][1]) / 2 - 1 for rid, (prompt, generated) in decoding.items())
-        priced_s = steps * self.cost.step_seconds(len(decoding), len(decoding), context)
-        ratio = (now_s - begun_s) / priced_s
+        return self._add(now_s - begun_s, steps * self.cost.step_seconds(len(decoding), len(decoding), context))
+
+    def step(self, before: Status, after: Status) -> float | None:
+        """Take in the step in flight of ``before``; ``after``: a later status that the engine published. Returns the
+        ratio it adds, or None where they are not of two steps in a row."""
+        if not _follows(before, after):
+            return None
+        return self._add(_started_s(after) - _started_s(before), self.price_s(before))
+
+    def price_s(self, status: Status) -> float:
+        """The calibrated seconds of the step in flight; 0 where there is none."""
+        rows = status.rows[status.rows["scheduled_now"] > 0]
+        return (
+            self.cost.step_seconds(*counts_of(rows[["prompt", "computed", "scheduled_now"]].tolist()))
+            if len(rows)
+            else 0.0
+        )
+
+    def _add(self, observed_s: float, priced_s: float) -> float:
+        ratio = observed_s / priced_s
         self._ratios.append(ratio)
         self.observed += 1
         return ratio
@@ -67,6 +94,32 @@ class DriftWatch:
         return len(self._ratios) >= self.least and abs(self.ratio - 1) > self.tolerance
 
 
+def _started_s(status: Status) -> float:
+    return float(status.header["step_started_s"][0])
+
+
+def _follows(before: Status, after: Status) -> bool:
+    """Whether ``after`` shows the very next step after that of ``before``, begun as that one ended.
+
+    Who runs on must have computed what ``before`` scheduled and no more, and whose prompt was not done must run on. And
+    somebody must tell that the engine did not idle in between: one who runs on, or the first who waited, whose turn was
+    then.
+    """
+    now = {int(row["rid"]): row for row in after.rows if row["state"] == RUNNING}
+    ran = before.rows[before.rows["scheduled_now"] > 0]
+    witnesses = []
+    for row in ran:
+        computed = row["computed"] + row["scheduled_now"]
+        if (later := now.get(int(row["rid"]))) is not None:
+            witnesses.append(later)
+        if computed < row["prompt"] if later is None else later["computed"] != computed:
+            return False
+    for row in before.rows[before.rows["state"] == WAITING][:1]:
+        if (later := now.get(int(row["rid"]))) is not None and later["computed"] == row["computed"]:
+            witnesses.append(later)
+    return len(ran) > 0 and any(row["scheduled_now"] > 0 for row in witnesses)
+
+
 class DriftMonitor:
     """A DriftWatch for each of a router's instances; ``run`` looks every ``every_s`` modelled s, until cancelled."""
 
@@ -76,25 +129,44 @@ class DriftMonitor:
         self._warn = warn or (lambda line: None)
         self._told: set[int] = set()
 
-    def look(self) -> None:
-        """One look at every instance; a first alarm is said aloud."""
-        for instance in self._instances:
-            now_s = self._now_s()
-            status, _ = instance.status(now_s)
-            watch = self.watches[instance.index]
+    async def look(self, instance) -> None:
+        """One look at an instance, which waits for a step of an engine that publishes; a first alarm is said aloud."""
+        now_s = self._now_s()
+        status, source = instance.status(now_s)
+        watch = self.watches[instance.index]
+        if source == "published":
+            # Not the step that is met: a long one is met more often than a short one.
+            before = await self._next(instance, status)
+            after = before and await self._next(instance, before)
+            if after:
+                watch.step(before, after)
+        else:
             watch.look(status, now_s)
-            if watch.alarm and instance.index not in self._told:
-                self._told.add(instance.index)
-                self._warn(
-                    f"drift: steps of instance {instance.index} take {watch.ratio:.2f} times what was calibrated; "
-                    "calibrate anew (astrolabe calibrate)"
-                )
+        if watch.alarm and instance.index not in self._told:
+            self._told.add(instance.index)
+            self._warn(
+                f"drift: steps of instance {instance.index} take {watch.ratio:.2f} times what was calibrated; "
+                "calibrate anew (astrolabe calibrate)"
+            )
+
+    async def _next(self, instance, status: Status) -> Status | None:
+        """What the instance publishes of the next step; None where it idles or the step does not end in good time."""
+        poll_s = self.watches[instance.index].price_s(status) / POLLS_A_STEP
+        for _ in range(PATIENCE_STEPS * POLLS_A_STEP if poll_s else 0):
+            await asyncio.sleep(poll_s * self._scale)
+            found, source = instance.status(self._now_s())
+            if source != "published":
+                return None
+            if _started_s(found) != _started_s(status):
+                return found
+        return None
 
     async def run(self) -> None:
-        import asyncio
+        await asyncio.gather(*(self._watch(instance) for instance in self._instances))
 
+    async def _watch(self, instance) -> None:
         while True:
-            self.look()
+            await self.look(instance)
             await asyncio.sleep(self._every_s * self._scale)
 
     def families(self):

@@ -75,7 +75,7 @@ def pool_router(args):
         n_prefill=len(prefill), constants=constants,
     )  # fmt: skip
     if calibration:
-        router.watch_drift(calibration.cost, router.decode_pool)
+        router.watch_drift(calibration.cost)
     return router
 
 

@@ -102,11 +102,11 @@ class Router:
     def counters(self) -> Counters:
         return self.records.counters
 
-    def watch_drift(self, cost, instances: list[Instance] | None = None) -> None:
-        """Compare the steps of ``instances``, or all, with the calibrated ``cost`` while it runs: gauges, an alarm."""
+    def watch_drift(self, cost) -> None:
+        """Compare the steps of all instances with the calibrated ``cost`` while it runs: gauges, an alarm."""
         from astrolabe_lab.calibrate.drift import DriftMonitor
 
-        self.drift = DriftMonitor(instances or self.instances, cost, self.now_s, self.time_scale, warn=log.warning)
+        self.drift = DriftMonitor(self.instances, cost, self.now_s, self.time_scale, warn=log.warning)
 
     def warm_up(self) -> None:
         """Compile what decisions need, before the first request would wait for it. Raises InputError where the policy
