@@ -74,7 +74,8 @@ class HandOff:
     it ends (CPUs); its scheduler hears of them when that step has ended, and without a step at once. ``lease_s``: after
     so long prefill frees blocks that nobody has begun to pull; ``heartbeat``: decode renews the lease of every request
     that it has. ``on_failure``: what decode does about blocks it cannot get, recompute or fail (vLLM's default is to
-    fail). ``pull_at_once``: decode pulls without a free seat, as vLLM does not.
+    fail). ``pull_at_once``: decode pulls without a free seat, as vLLM does not. Emulated pools do otherwise in two
+    things: ``serve.pools.launch.Handover``.
     """
 
     base_s: float = 0.040

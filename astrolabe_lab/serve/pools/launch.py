@@ -28,7 +28,12 @@ EXPIRY_S = 30.0  # until a prefill engine gives up blocks that nobody has pulled
 @dataclass(frozen=True)
 class Handover:
     """How blocks get from pool to pool. ``transfer``: modelled times of emulated engines; ``expiry_s``: how long
-    (modelled) a prefill engine keeps blocks that nobody pulls; ``fail_share``: of emulated pulls, how many fail."""
+    (modelled) a prefill engine keeps blocks that nobody pulls; ``fail_share``: of emulated pulls, how many fail.
+
+    Emulated pools differ from simulated ones (``disagg.state.HandOff``) in two things: decode engines do not share the
+    bandwidth of the prefill engine that they pull from, and blocks expire while their request waits at decode, as no
+    heartbeats renew their lease.
+    """
 
     transfer: Transfer = TRANSFER
     expiry_s: float = EXPIRY_S

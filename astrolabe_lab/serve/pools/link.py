@@ -1,4 +1,8 @@
-"""A link that carries KV blocks as modelled: a latency for each transfer, a bandwidth shared by all under way."""
+"""A link that carries KV blocks as modelled: a latency for each transfer, a bandwidth shared by all under way.
+
+Each emulated decode engine has a link of its own, which knows nothing of the others: pulls of several of them from one
+prefill engine do not slow each other down. Simulated pools (``disagg.state.HandOff``) share the busier of both ends.
+"""
 
 from __future__ import annotations
 
