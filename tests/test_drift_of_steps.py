@@ -123,6 +123,15 @@ def test_steps_that_were_missed_are_not_taken_for_one(queue):
     assert watch.observed == 0
 
 
+def test_under_asynchronous_scheduling_the_step_queued_behind_is_the_next_one():
+    before, after = status({1: (100, 0), 2: (60, 0)}, waiting=1), status({2: (60, 0), 3: (70, 0)})
+    before.rows["rid"][2], before.rows["computed"], after.rows["computed"] = 3, 0, 0
+    before.rows["scheduled_now"], before.rows["scheduled_next"] = (100, 0, 0), (0, 60, 0)
+    after.rows["scheduled_now"], after.rows["scheduled_next"] = (60, 0), (0, 70)
+    before.header["step_started_s"], after.header["step_started_s"] = 1.0, 1.0 + 2 * 0.0302
+    assert DriftWatch(COST_OF_MIXED).step(before, after) == pytest.approx(2)
+
+
 def test_a_step_before_an_engine_idled_does_not_count():
     watch = DriftWatch(COST_OF_MIXED)
     lone, other = next(in_steps([(50, 1)])), next(in_steps([(50, 9), (60, 9)]))

@@ -11,7 +11,7 @@ import numpy as np
 
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.engines.step_log import counts_of
-from astrolabe_lab.sim.state import RUNNING, WAITING
+from astrolabe_lab.sim.state import RUNNING
 from astrolabe_lab.sim.status import HEADER, ROW, Status
 
 POLLS_A_STEP = 4  # reads of a status while a step of the calibrated length lasts
@@ -102,8 +102,8 @@ def _follows(before: Status, after: Status) -> bool:
     """Whether ``after`` shows the very next step after that of ``before``, begun as that one ended.
 
     Who runs on must have computed what ``before`` scheduled and no more, and whose prompt was not done must run on. And
-    somebody must tell that the engine did not idle in between: one who runs on, or the first who waited, whose turn was
-    then.
+    somebody must tell that the engine did not idle in between: one who runs on, or the first who was not in the step,
+    whose turn was then.
     """
     now = {int(row["rid"]): row for row in after.rows if row["state"] == RUNNING}
     ran = before.rows[before.rows["scheduled_now"] > 0]
@@ -114,7 +114,7 @@ def _follows(before: Status, after: Status) -> bool:
             witnesses.append(later)
         if computed < row["prompt"] if later is None else later["computed"] != computed:
             return False
-    for row in before.rows[before.rows["state"] == WAITING][:1]:
+    for row in before.rows[before.rows["scheduled_now"] == 0][:1]:
         if (later := now.get(int(row["rid"]))) is not None and later["computed"] == row["computed"]:
             witnesses.append(later)
     return len(ran) > 0 and any(row["scheduled_now"] > 0 for row in witnesses)
