@@ -13,8 +13,9 @@ from astrolabe_lab.request import Request
 CONSTANTS = PAPER.with_(decode_slope_s=4e-4, kv_capacity_tokens=6000)
 
 
-def cluster(seed, n_p=2, n_d=3, flying=40, numbers=None):
-    """Pools with requests at random stages; ``numbers``: of the decode engines that are healthy."""
+def cluster(seed, n_p=2, n_d=3, flying=40, numbers=None, used_tokens=None, prefilled_s=None):
+    """Pools with requests at random stages; ``numbers``: of the decode engines that are healthy. ``used_tokens``,
+    ``prefilled_s``: where given, the same of all."""
     rng = np.random.default_rng(seed)
     numbers = np.arange(n_d) if numbers is None else np.array(numbers)
     prefill, decode = np.zeros(n_p, POLLED), np.zeros(len(numbers), POLLED)
@@ -33,6 +34,10 @@ def cluster(seed, n_p=2, n_d=3, flying=40, numbers=None):
     rows["prefilled_s"] = np.where(stage > 0, rng.uniform(99, 100, flying), np.nan)
     rows["first_token_s"] = np.where(stage > 1, rng.uniform(90, 99.9, flying), np.nan)
     rows["streamed"] = np.where(stage > 1, rng.integers(1, 300, flying), 0)
+    if used_tokens is not None:
+        decode["used_tokens"] = used_tokens
+    if prefilled_s is not None:
+        rows["prefilled_s"] = prefilled_s
     return PoolsView(100.0, prefill, decode, rows, CONSTANTS)
 
 
@@ -122,12 +127,10 @@ def test_it_takes_the_cheapest_pair_and_with_k_the_cheapest_of_those_drawn():
 def test_the_guard_spreads_what_no_pair_can_serve_in_time_and_prices_the_rest():
     rng = np.random.default_rng(0)
     request = Request(999, 100.0, 400, 350, "loose")
-    calm = cluster(7, flying=12)
-    calm.decode["used_tokens"] = 1000
+    calm = cluster(7, flying=12, used_tokens=1000)
     for guard in ("rotate", "least"):
         assert MarginalCost(guard=guard).choose(request, calm, rng) == MarginalCost().choose(request, calm, rng)
-    full = cluster(7, flying=12)
-    full.decode["used_tokens"] = 5900
+    full = cluster(7, flying=12, used_tokens=5900)
     counts = np.bincount(full.in_flight["decode"], minlength=3)
     assert MarginalCost(guard="least").choose(request, full, rng)[1] in np.flatnonzero(counts == counts.min())
     rotating = MarginalCost(guard="rotate")
@@ -136,9 +139,8 @@ def test_the_guard_spreads_what_no_pair_can_serve_in_time_and_prices_the_rest():
 
 def test_the_guard_acts_where_every_decode_engine_is_past_the_tight_pace():
     rng, request = np.random.default_rng(0), Request(999, 100.0, 20, 350, "loose")
-    view = cluster(8, flying=240)  # 80 streams each: 13 + 0.4 * 80 = 45 ms a step, 39.7 allowed
-    view.decode["used_tokens"] = 0
-    view.in_flight["prefilled_s"] = 90.0
+    # 80 streams each: 13 + 0.4 * 80 = 45 ms a step, 39.7 allowed
+    view = cluster(8, flying=240, used_tokens=0, prefilled_s=90.0)
     assert not np.isfinite(MarginalCost().prices(request, view)[1]).any()
     counts = np.bincount(view.in_flight["decode"], minlength=3)
     assert MarginalCost(guard="least").choose(request, view, rng)[1] == counts.argmin()
