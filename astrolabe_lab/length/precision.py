@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 from astrolabe_lab.errors import InputError
@@ -50,9 +51,10 @@ def choose(estimator, precision: str = "auto") -> str:
 def choose_threads(estimator, threads: int | None = None) -> int:
     """Set on how many cores the encoder within ``estimator`` computes and return it; 0 where there is none on the CPU.
 
-    None times a prompt on one core and on all, the best of seven each, and takes all if they need less than 0.7 of the
-    time. For a short prompt they often do not, and where other processes want the cores, threads that wait for each
-    other at every layer make it many times slower. Raises InputError for fewer than 1.
+    None times a prompt on one core and on all, the median of seven each, and takes all if they need less than 0.7 of
+    the time. For a short prompt they often do not, and where other processes want the cores, threads that wait for each
+    other at every layer make it many times slower: the best of seven would not show that. Raises InputError for fewer
+    than 1.
     """
     if threads is not None and threads < 1:
         raise InputError(f"threads={threads!r} should be 1 or more")
@@ -66,7 +68,7 @@ def choose_threads(estimator, threads: int | None = None) -> int:
         for threads in (1, all_cores := torch.get_num_threads()):
             torch.set_num_threads(threads)
             ask(estimator)
-            taken_s[threads] = min(_timed(estimator) for _ in range(TRIES))
+            taken_s[threads] = statistics.median(_timed(estimator) for _ in range(TRIES))
         threads = all_cores if taken_s[all_cores] < SPEED_UP * taken_s[1] else 1
     torch.set_num_threads(threads)
     return threads
