@@ -131,8 +131,8 @@ def add_route(parser: argparse.ArgumentParser) -> None:
 def route(args):
     import asyncio
 
+    from astrolabe_lab import event_loop
     from astrolabe_lab.cli import route_pools
-    from astrolabe_lab.serve import event_loop
     from astrolabe_lab.serve.listen import listening
 
     _check(args)

@@ -51,10 +51,9 @@ def choose(estimator, precision: str = "auto") -> str:
 def choose_threads(estimator, threads: int | None = None) -> int:
     """Set on how many cores the encoder within ``estimator`` computes and return it; 0 where there is none on the CPU.
 
-    None times a prompt on one core and on all, the median of seven each, and takes all if they need less than 0.7 of
-    the time. For a short prompt they often do not, and where other processes want the cores, threads that wait for each
-    other at every layer make it many times slower: the best of seven would not show that. Raises InputError for fewer
-    than 1.
+    None times a prompt on one core and on half of them, the median of seven each, and takes the half if that needs
+    less than 0.7 of the time. All are never taken: routers and clients want cores too, and threads that wait for each
+    other at every layer then take many times as long. Raises InputError for fewer than 1.
     """
     if threads is not None and threads < 1:
         raise InputError(f"threads={threads!r} should be 1 or more")
@@ -65,11 +64,11 @@ def choose_threads(estimator, threads: int | None = None) -> int:
 
     if threads is None:
         taken_s = {}
-        for threads in (1, all_cores := torch.get_num_threads()):
+        for threads in {1, half := max(1, torch.get_num_threads() // 2)}:
             torch.set_num_threads(threads)
             ask(estimator)
             taken_s[threads] = statistics.median(_timed(estimator) for _ in range(TRIES))
-        threads = all_cores if taken_s[all_cores] < SPEED_UP * taken_s[1] else 1
+        threads = half if taken_s[half] < SPEED_UP * taken_s[1] else 1
     torch.set_num_threads(threads)
     return threads
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import signal
@@ -12,6 +11,7 @@ from collections.abc import Callable
 
 import uvicorn
 
+from astrolabe_lab import event_loop
 from astrolabe_lab.errors import InputError
 
 
@@ -46,7 +46,7 @@ def serve(app, sock: socket.socket, on_ready: Callable[[], None] = lambda: None,
         app, log_level="warning", access_log=False, lifespan="on", timeout_graceful_shutdown=math.ceil(grace_s)
     )
     server = Server(config, on_ready)
-    asyncio.run(server.serve(sockets=[sock]))
+    event_loop.run(server.serve(sockets=[sock]))
     if not server.started:
         raise RuntimeError("the service did not start: see the messages above")
 

@@ -24,7 +24,7 @@ PACKAGES = ("numpy", "numba", "pandas")  # those whose version can change a numb
 # Modules of this package that no run uses: a change in one of them leaves stored results valid.
 APART = (
     *("bench", "capacity", "cli", "doctor", "fidelity", "measured_run", "oracle", "parameters", "plots", "published"),
-    *("record", "recorded", "report", "run", "serve", "engines", "status", "vllm_scheduler"),
+    *("record", "recorded", "report", "run", "serve", "engines", "event_loop", "status", "vllm_scheduler"),
 )
 LENGTH = 16
 

@@ -1,4 +1,4 @@
-"""The event loop of a process that carries every token: as little of its own as can be had."""
+"""The event loop of a process that others wait for: as little of its own as can be had."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NAME = "asyncio" if uvloop is None else "uvloop"
 def run(main: Coroutine) -> None:
     """``asyncio.run(main)`` on uvloop where it is installed.
 
-    What has been imported and compiled so far is kept out of garbage collections: going through it again and again
-    holds up every stream for a tenth of a second.
+    What has been imported and compiled so far is kept out of garbage collections: to go through it again and again
+    holds up whatever is under way, each time for up to a tenth of a second.
     """
     gc.collect()
     gc.freeze()
