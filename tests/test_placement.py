@@ -69,6 +69,12 @@ def test_synchronous_scheduling_is_told_and_published_by_the_synchronous_schedul
     assert "--tensor-parallel-size" not in engine.command
 
 
+def test_what_a_command_line_leaves_out_is_left_out():
+    assert Hardware(flags=[]) == Hardware()
+    with pytest.raises(InputError, match="give a list of words"):
+        Hardware(flags="--dtype bfloat16")
+
+
 def test_only_visible_gpus_are_used(gpus, monkeypatch):
     gpus(*[(24576, 24000)] * 4)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")

@@ -34,7 +34,7 @@ def add_arguments(parser) -> None:
     parser.add_argument(
         "--precision", choices=CHOICES, default="auto", help="of an encoder on the CPU (default: the faster one)"
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="cores for an encoder (default: half, if faster than one)")
+    parser.add_argument("--threads", type=int, metavar="N", help="cores for an encoder (default: half, if faster)")
 
 
 def tag(args):

