@@ -95,7 +95,7 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--constants-from",
         metavar="FILE|NAME",
-        help="a calibration of whatever cluster, unchecked; for pools also paper, paper-simulator",
+        help="a calibration of whatever cluster, unchecked; for pools also paper, paper-simulator or constants alone",
     )
     parser.add_argument("--preset", metavar="NAME", help="step cost for the Predictors; of --engines, their flags too")
     parser.add_argument("--engine", default="", metavar="key=value,...", help="flags of --engines, if not the preset's")

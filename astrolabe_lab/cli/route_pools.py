@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
@@ -56,7 +57,7 @@ def pool_router(args):
         places = [_urls(args.prefill), _urls(args.decode)]
         tokenizer, models = args.tokenizer, (args.model or "emulated").split(",")
     refuse_two_calibrations(args)
-    if args.constants_from in NAMED:
+    if args.constants_from in NAMED or _are_constants(args.constants_from):
         calibration, constants = None, Constants.read(args.constants_from)
     else:
         config, calibration = calibrated(args, models[0], config, cost)
@@ -77,6 +78,15 @@ def pool_router(args):
     if calibration:
         router.watch_drift(calibration.cost)
     return router
+
+
+def _are_constants(path: str | None) -> bool:
+    """Whether the file holds constants alone, and no calibration to check or to watch for drift."""
+    try:
+        found = json.loads(Path(path).read_text()) if path else None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return False
+    return isinstance(found, dict) and "kind" not in found
 
 
 def _urls(text: str) -> list[tuple[str, None]]:
