@@ -1,5 +1,5 @@
 # Everything runs in .venv, which is made on first use and brought up to date when the pins change.
-.PHONY: help install run grid test test-long lab bench bench-peers bench-router objectives soak length ray vllm nixl lint strip clean
+.PHONY: help install run grid studies test test-long lab bench bench-peers bench-router objectives soak length ray vllm nixl lint strip clean
 .NOTPARALLEL:
 .DEFAULT_GOAL := help
 
@@ -13,6 +13,7 @@ PYTEST_ARGS ?=
 GRID_QPS := 20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35,36
 GRID_POLICIES := random,round_robin,least_loaded,infaas_c,llumnix_minus_a,po2_requests,astrolabe:k=2,astrolabe:k=4
 GRID_ARGS ?=
+STUDIES_ARGS ?=
 OBJECTIVES_ARGS ?=
 SOAK_ARGS ?=
 LAB_ARGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -20,6 +21,7 @@ LAB_ARGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 help:
 	@echo "make run      the first notebooks, then outputs/report.html (under ten minutes on two cores)"
 	@echo "make grid     notebook 03 at the paper's size; goes on where it was ended (GRID_ARGS='trace=T.csv sample=permute')"
+	@echo "make studies  the studies of prefill and decode pools at full size: hours; goes on where it was ended"
 	@echo "make test     the tests (PYTEST_ARGS='-k engine' for some of them)"
 	@echo "make test-long  minutes of live engines more (after make vllm)"
 	@echo "make lab      JupyterLab on the notebooks"
@@ -61,6 +63,12 @@ grid: .venv/.installed
 	@$(BIN)/astrolabe run notebooks/03_dispatch_sweep.ipynb --out outputs/grid --timeout-s 14400 \
 	  qps=$(GRID_QPS) policies=$(GRID_POLICIES) requests=10000 keep_in=outputs/grid_runs $(GRID_ARGS)
 	@echo "==> done: outputs/grid holds the notebook and its frames, outputs/grid_runs every run"
+
+studies: .venv/.installed
+	@ls outputs/studies/*.yaml >/dev/null 2>&1 || $(BIN)/astrolabe studies --out outputs/studies $(STUDIES_ARGS)
+	@for grid in outputs/studies/*.yaml; do \
+	  echo "==> $$grid"; $(BIN)/astrolabe sweep $$grid --out $${grid%.yaml} || exit 1; done
+	@echo "==> done: a folder a study in outputs/studies, with its summary.parquet"
 
 test: .venv/.installed
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)

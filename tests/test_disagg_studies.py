@@ -5,23 +5,28 @@ import pandas as pd
 import pytest
 
 import astrolabe_lab as lab
-from astrolabe_lab.disagg import compare, published, saturation, studies
+from astrolabe_lab.cli import main
+from astrolabe_lab.disagg import compare, definitions, published, saturation, studies
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.sweep import Grid
 from astrolabe_lab.sweep.plan import planned
 
 ANCHORS = {5.5e-5: 20.0, 4e-4: 14.0}
+SERVICES = {("serial", "chat", 2e-4): 0.5, ("exact", "chat", 4e-4): 30.0}
 GRIDS = {
-    "bursty": (lambda: studies.bursty(ANCHORS, [0, 1], 50), 2 * 5 * 2),
+    "bursty": (lambda: studies.bursty(ANCHORS, [0, 1], 50), 2 * 7 * 2),
     "calibration": (lambda: studies.calibration(ANCHORS, [0, 1], 50), 2 * 2 * 2 * 2),
-    "families": (lambda: studies.families({"mixed": ANCHORS, "chat": ANCHORS}, [0], 50), 2 * 2 * 5),
-    "width": (lambda: studies.width(ANCHORS, [0], 50), 2 * 3 * 5),
-    "gpus": (lambda: studies.gpus(ANCHORS, [0], 50), 2 * 6 * 5),
-    "starved": (lambda: studies.starved([6, 9], studies.SLOPES_S, [0], 50, (0.05, 1.0)), 2 * 3 * 2 * 5),
-    "load": (lambda: studies.load(ANCHORS, [0], 50), 2 * 5 * 5),
-    "ablation": (lambda: studies.ablation(ANCHORS, [0], 50), 2 * 2 * 7),
-    "length_error": (lambda: studies.length_error(ANCHORS, [0], 50), 2 * 4 * 2),
+    "families": (lambda: studies.families({"mixed": ANCHORS, "chat": ANCHORS}, [0], 50), 2 * 2 * 7),
+    "width": (lambda: studies.width(ANCHORS, [0], 50), 2 * 3 * 6),
+    "gpus": (lambda: studies.gpus(ANCHORS, [0], 50), 2 * 6 * 6),
+    "starved": (lambda: studies.starved([6, 9], studies.SLOPES_S, [0], 50, (0.05, 1.0)), 2 * 3 * 2 * 7),
+    "load": (lambda: studies.load(ANCHORS, [0], 50), 2 * 5 * 6),
+    "ablation": (lambda: studies.ablation(ANCHORS, [0], 50), 2 * 2 * 8),
+    "length_error": (lambda: studies.length_error(ANCHORS, [0], 50), 2 * 4 * 3),
     "kv_budget": (lambda: studies.kv_budget(ANCHORS, [0], 50), 2 * 4 * 6),
-    "services": (lambda: studies.services({("serial", "chat"): 0.5, ("exact", "chat"): 30}, [0], 50), 2 * 4),
+    "services": (lambda: studies.services(SERVICES, [0], 50), 2 * 4),
+    "train": (lambda: studies.train(ANCHORS, [0, 1], 50), 2 * 6 * 2),
+    "leak": (lambda: studies.leak(ANCHORS, [0], 50), 2 * 2 * 2 * 2),
 }
 
 
@@ -105,6 +110,8 @@ def test_gains_are_points_over_the_baseline_with_intervals_that_hold_them():
     row = compare.gains(summary, "a").iloc[0]
     assert row["mean"] == pytest.approx(100 * (0.02 + 0.03 + 0.02) / 3)
     assert row["low"] < row["mean"] < row["high"]
+    assert compare.shown(compare.gains(summary, "a", by=["qps"]), "qps").loc["b", 1.0] == compare.told(row) + " *"
+    assert compare.gains(summary, "a", scale=1e3).iloc[0]["mean"] == pytest.approx(10 * row["mean"])
 
 
 def test_what_is_picked_from_many_groups_is_corrected_for_all_of_them():
@@ -122,6 +129,13 @@ def test_what_is_picked_from_many_groups_is_corrected_for_all_of_them():
     assert compare.told(alone.iloc[0].to_dict() | {"mean": -3.06, "low": -9.5, "high": 3.3}) == "-3.1 [-9.5, +3.3]"
 
 
+def test_what_is_called_clear_has_an_interval_without_zero():
+    # Holm's test alone calls the second one clear, once the first is; its interval, corrected for both, holds zero.
+    rows = rows_of({"a": [0.5] * 4, "b": [0.6, 0.601, 0.599, 0.6], "c": [0.51, 0.52, 0.505, 0.515]})
+    found = compare.gains(rows, "a").set_index("policy")
+    assert found["clear"].tolist() == [True, False] and found["low"]["c"] < 0 < found["mean"]["c"]
+
+
 def test_rolling_tails_take_the_requests_that_arrived_in_each_window():
     results = pd.DataFrame(
         {"policy": "a", "arrived_s": [0.0, 1.0, 9.9, 10.0, 19.0], "ttft_s": [0.1, 0.3, 0.2, 0.5, np.nan]}
@@ -129,6 +143,9 @@ def test_rolling_tails_take_the_requests_that_arrived_in_each_window():
     table = compare.rolling_tail(results, window_s=10.0)
     assert table["ttft_s"].tolist() == [0.3, np.inf]
     assert table["sent"].tolist() == [3, 2] and table["at_s"].tolist() == [5.0, 15.0]
+    two = pd.concat([results.assign(seed=0), results.assign(seed=1, ttft_s=0.2)])
+    told = compare.rolling_tail(two, window_s=10.0, by=("policy", "seed"))
+    assert told["seed"].tolist() == [0, 0, 1, 1] and told["ttft_s"].tolist() == [0.3, np.inf, 0.2, 0.2]
     with pytest.raises(InputError, match="window_s"):
         compare.rolling_tail(results, window_s=0)
 
@@ -166,3 +183,23 @@ def test_the_papers_numbers_agree_with_each_other():
         assert table[family].idxmax() == winner
     assert np.mean([0.860, 0.877, 0.855]) == pytest.approx(table["mixed", "marginal_cost"], abs=5e-4)
     assert published.cells()["value"].between(0, 1).all()
+
+
+def test_every_study_can_be_written_as_a_grid_that_holds_the_same_runs(tmp_path):
+    assert set(definitions.NAMES) == set(GRIDS)
+    grids = {name: make() for name, (make, _) in GRIDS.items()}
+    for (name, grid), path in zip(grids.items(), definitions.write(grids, tmp_path), strict=True):
+        assert path == tmp_path / f"{name}.yaml"
+        written, made = ([(cell.settings, cell.columns) for cell in g.cells()] for g in (Grid.load(path), grid))
+        assert written == made
+
+
+def test_the_command_writes_studies_at_rates_of_their_own_length(tmp_path, capsys):
+    told = ["--requests", "40", "--seeds", "2", "--search-seeds", "1", "--workers", "1"]
+    assert main(["studies", "--out", str(tmp_path), "--studies", "starved,width", *told]) == 0
+    assert f"{tmp_path}/starved.yaml: {3 * 4 * 2 * 7 * 2} runs" in capsys.readouterr().out
+    width = Grid.load(tmp_path / "width.yaml")
+    assert width.defaults["requests"] == 40 and len(width) == 3 * 3 * 6 * 2
+    assert len({cell.settings["decode_slope_s"] for cell in width.cells()}) == 3
+    assert main(["studies", "--out", str(tmp_path), "--studies", "widths"]) == 2
+    assert "no study is called widths; there are bursty," in capsys.readouterr().err

@@ -106,6 +106,12 @@ def test_each_term_can_be_left_out_and_they_add_up(term):
     assert (whole > without).any()
 
 
+def test_what_a_request_itself_costs_with_its_hand_off_is_the_same_on_every_pair():
+    request = Request(999, 100.0, 700, 350, "tight")
+    own_s = MarginalCost(backlog=0, cache=0, slo=0).prices(request, cluster(4))[0]
+    assert own_s.min() == own_s.max() > CONSTANTS.transfer_s(700)
+
+
 def test_engines_that_are_left_out_keep_their_numbers():
     view = cluster(5, n_d=3, numbers=[0, 2])
     request = Request(999, 100.0, 400, 350, "tight")

@@ -75,15 +75,18 @@ SMALL = {
         "tolerance": 0.5,
     },
     "32_where_it_fails": {
+        "slopes_s": [5.5e-5, 4e-4],
         "seeds": [0, 1],
         "requests": 60,
         "search_seeds": [0],
         "tolerance": 0.5,
         "starved_qps": [6.0],
+        "starved_seeds": [0, 1],
         "tokens": [60000, 8000],
     },
     "33_simulator_vs_paper": {
         "families": ["mixed", "chat"],
+        "slopes_s": [5.5e-5, 4e-4],
         "seeds": [0, 1],
         "requests": 60,
         "search_seeds": [0],
@@ -240,6 +243,26 @@ def test_the_notebook_on_a_real_model_ran_every_request_on_engines_that_passed_t
     assert (runs.generated_tokens == runs.output_tokens).all() and len(runs) == 5 * SMALL["22_real_model"]["requests"]
     steps = pd.read_parquet(executed("22_real_model").with_name("steps.parquet"))
     assert len(steps) > 200 and set(steps.mixed) == {True, False}
+
+
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_notebook_on_pools_makes_its_studies_on_emulated_engines_too(tmp_path):
+    path = next(path for path in NOTEBOOKS if path.stem == "31_disaggregated_routing")
+    live = {
+        "live_policies": ["round_robin", "marginal_cost"],
+        "live_seeds": [0],
+        "live_requests": 20,
+        "time_scale": 2.0,
+    }
+    copy = run_notebook(path, SMALL[path.stem] | live | {"world": "emulated"}, tmp_path / "live", cell_timeout_s=1800)
+    runs, told = (pd.read_parquet(copy.with_name(f"{name}_emulated.parquet")) for name in ("bursty", "calibration"))
+    assert set(runs.source) == {"emulated"} and (runs.ok == 20).all() and (told.ok == 20).all()
+    assert sorted(runs.policy) == ["marginal_cost", "round_robin", "round_robin (again)"]
+    assert told.groupby("constants").policy.agg(sorted).tolist() == [["marginal_cost", "marginal_cost (again)"]] * 2
+    beside = pd.read_parquet(copy.with_name("bursty_simulated.parquet"))
+    assert set(beside.n) == {20} and set(beside.seed) == set(runs.seed)
 
 
 @pytest.mark.shared

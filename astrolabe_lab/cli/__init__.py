@@ -123,6 +123,7 @@ def build_parser() -> argparse.ArgumentParser:
     from astrolabe_lab.cli import replay as cli_replay
     from astrolabe_lab.cli import sidecar as cli_sidecar
     from astrolabe_lab.cli import simulate as cli_simulate
+    from astrolabe_lab.cli import studies as cli_studies
     from astrolabe_lab.cli import sweep as cli_sweep
     from astrolabe_lab.cli import tag as cli_tag
     from astrolabe_lab.cli import trace as cli_trace
@@ -189,6 +190,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     cli_tag.add_arguments(add("tag", cli_tag.tag, cli_tag.SUMMARY, cli_tag.EXAMPLE, cli_tag.DETAILS))
     cli_sweep.add_arguments(add("sweep", cli_sweep.sweep, cli_sweep.SUMMARY, cli_sweep.EXAMPLE, cli_sweep.DETAILS))
+    told = cli_studies.SUMMARY, cli_studies.EXAMPLE, cli_studies.DETAILS
+    cli_studies.add_arguments(add("studies", cli_studies.studies, *told))
 
     for command, module in (("compare", cli_compare), ("capacity", cli_capacity)):
         module.add_arguments(add(command, getattr(module, command), module.SUMMARY, module.EXAMPLE, module.DETAILS))

@@ -37,11 +37,15 @@ def winners(summary: pd.DataFrame, by: Sequence[str] = (), metric: str = GOODPUT
     return pd.DataFrame(rows, columns=[*by, "best", "mean", "undecided", "winner"])
 
 
-def gains(summary: pd.DataFrame, baseline: str, by: Sequence[str] = (), metric: str = GOODPUT) -> pd.DataFrame:
+def gains(
+    summary: pd.DataFrame, baseline: str, by: Sequence[str] = (), metric: str = GOODPUT, scale: float = 100.0
+) -> pd.DataFrame:
     """How many points of ``metric`` each policy lies above ``baseline``: ``*by, policy, mean, low, high, clear``.
 
+    ``scale``: how many points one is, 100 of a share, 1,000 of seconds that are told in ms.
     ``low``, ``high``: 95 % intervals of the paired differences that hold together for all groups, so that whoever
-    picks the lowest or highest row of the table may believe its interval; ``clear``: as sure.
+    picks the lowest or highest row of the table may believe its interval; ``clear``: it leaves out zero, and the paired
+    test is as sure.
     """
     import pandas as pd
 
@@ -51,10 +55,11 @@ def gains(summary: pd.DataFrame, baseline: str, by: Sequence[str] = (), metric: 
     groups, level = _groups(summary, by)
     for key, runs in groups:
         points = f"{metric}_points"
-        found = measure.paired_difference(runs.assign(**{points: 100 * runs[metric]}), points, baseline, level)
+        found = measure.paired_difference(runs.assign(**{points: scale * runs[metric]}), points, baseline, level)
         keys = dict(zip(by, key, strict=True))
         parts.append(found.assign(**keys)[[*by, "policy", "mean", "low_all", "high_all", "clear"]])
-    return pd.concat(parts, ignore_index=True).rename(columns={"low_all": "low", "high_all": "high"})
+    found = pd.concat(parts, ignore_index=True).rename(columns={"low_all": "low", "high_all": "high"})
+    return found.assign(clear=found["clear"] & ((found["low"] > 0) | (found["high"] < 0)))
 
 
 def _groups(summary: pd.DataFrame, by: Sequence[str]) -> tuple[list, float]:
@@ -68,6 +73,12 @@ def told(row) -> str:
     return f"{row['mean']:+.1f} [{row['low']:+.1f}, {row['high']:+.1f}]"
 
 
+def shown(found: pd.DataFrame, columns: str | list[str], rows: str | list[str] = "policy") -> pd.DataFrame:
+    """Rows of ``gains`` as a table of ``told``, with a star where the difference is clear."""
+    texts = [told(row) + " *" * bool(row["clear"]) for row in found.to_dict("records")]
+    return found.assign(text=texts).pivot(index=rows, columns=columns, values="text")
+
+
 def means(summary: pd.DataFrame, by: Sequence[str], metric: str = GOODPUT) -> pd.DataFrame:
     """Mean of ``metric`` with its 95 % interval over seeds, and how far its seeds lie apart: ``*by, mean, low, high,
     seeds, spread`` (highest minus lowest)."""
@@ -78,11 +89,13 @@ def means(summary: pd.DataFrame, by: Sequence[str], metric: str = GOODPUT) -> pd
     return table.assign(spread=apart.to_numpy())
 
 
-def rolling_tail(results: pd.DataFrame, window_s: float = 10.0, share: float = 0.95) -> pd.DataFrame:
-    """The ``share`` quantile of TTFT of the requests that arrived in each window: ``policy, at_s, ttft_s, sent``.
+def rolling_tail(
+    results: pd.DataFrame, window_s: float = 10.0, share: float = 0.95, by: Sequence[str] = ("policy",)
+) -> pd.DataFrame:
+    """The ``share`` quantile of TTFT of the requests that arrived in each window: ``*by, at_s, ttft_s, sent``.
 
-    ``results``: a result frame, or several one under another. A request without a first token counts as infinitely
-    late.
+    ``results``: a result frame, or several one under another that the columns ``by`` tell apart. A request without a
+    first token counts as infinitely late.
     """
     import numpy as np
     import pandas as pd
@@ -92,6 +105,6 @@ def rolling_tail(results: pd.DataFrame, window_s: float = 10.0, share: float = 0
     late = results["ttft_s"].fillna(np.inf)
     window = np.floor(results["arrived_s"] / window_s)
     rows = []
-    for (policy, at), values in late.groupby([results["policy"], window], sort=False):
-        rows.append((policy, (at + 0.5) * window_s, np.quantile(values, share, method="higher"), len(values)))
-    return pd.DataFrame(rows, columns=["policy", "at_s", "ttft_s", "sent"]).sort_values(["policy", "at_s"])
+    for (*key, at), values in late.groupby([*(results[name] for name in by), window], sort=False):
+        rows.append((*key, (at + 0.5) * window_s, np.quantile(values, share, method="higher"), len(values)))
+    return pd.DataFrame(rows, columns=[*by, "at_s", "ttft_s", "sent"]).sort_values([*by, "at_s"])

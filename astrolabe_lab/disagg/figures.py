@@ -41,13 +41,14 @@ def differences(table: pd.DataFrame, label: str, facet: str | None = None) -> go
     return figure.update_layout(template="plotly_white")
 
 
-def tails(table: pd.DataFrame) -> go.Figure:
-    """Rolling TTFT tails in ms over time, a line a policy; ``table`` as ``compare.rolling_tail`` makes it."""
+def tails(table: pd.DataFrame, facet: str | None = None) -> go.Figure:
+    """Rolling TTFT tails in ms over time, a line a policy; ``table`` as ``compare.rolling_tail`` makes it, or the means
+    of several."""
     import plotly.express as px
 
     shown = table.assign(ms=1e3 * table["ttft_s"])
     labels = {"ms": "P95 TTFT (ms)", "at_s": "arrival (s)", "policy": ""}
-    figure = px.line(shown, x="at_s", y="ms", color="policy", labels=labels)
+    figure = px.line(shown, x="at_s", y="ms", color="policy", facet_col=facet, labels=labels)
     return figure.update_layout(template="plotly_white", legend_orientation="h", legend_y=-0.25)
 
 

@@ -58,6 +58,7 @@ CELLS = (
     Cell("tails", "operating point", "round_robin", P99, 0.337),
     Cell("tails", "operating point", "least_loaded", P99, 0.346),
 )
+ROUND_ROBIN = {c.setting: c.value for c in CELLS if (c.study, c.policy) == ("families", "round_robin")}
 # Points of goodput that the router loses without a term (positive: it gains).
 ABLATION = {("no lengths", "steady"): -3.2, ("no lengths", "saturated"): -4.7, ("no slo", "steady"): -1.7,
             ("no slo", "saturated"): 3.7}  # fmt: skip

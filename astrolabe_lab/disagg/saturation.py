@@ -113,3 +113,30 @@ def anchors(
             rows.append((family, slope_s, anchor.qps, anchor.goodput, anchor.low, anchor.high, len(anchor.probes)))
     names = ["family", "decode_slope_s", "qps", "goodput", "low", "high", "runs"]
     return found, pd.DataFrame(rows, columns=names)
+
+
+def service_anchors(
+    services: Sequence[str],
+    families: Sequence[str],
+    slopes_s: Sequence[float],
+    requests: int,
+    seeds: Sequence[int] = (0, 1, 2),
+    *,
+    targets: Mapping[str, float],
+    **options: object,
+) -> dict[tuple[str, str, float], float]:
+    """{(service, family, decode slope in s): requests a second}, as ``studies.services`` takes it.
+
+    ``targets``: round robin's goodput share by family (default: 0.8). ``options`` go to ``find``.
+    """
+    from astrolabe_lab.disagg.studies import settings
+
+    found = {}
+    for service in services:
+        for family in families:
+            start_qps = 1.0 if service == "serial" else 16.0
+            for slope_s in slopes_s:
+                given = settings(requests, family, service=service, decode_slope_s=slope_s)
+                anchor = find(given, target=targets.get(family, TARGET), seeds=seeds, start_qps=start_qps, **options)
+                found[service, family, slope_s] = start_qps = anchor.qps
+    return found

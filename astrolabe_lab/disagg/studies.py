@@ -14,15 +14,19 @@ from astrolabe_lab.sweep import Grid
 SLOPES_S = (5.5e-5, 2e-4, 4e-4)
 BASELINES = ("round_robin", "least_loaded", "length_threshold")
 LEARNED = "marginal_cost"  # the paper's router, as far as it can be reconstructed
+SAMPLED = "marginal_cost:k=2"  # what the paper names as the remedy for its collapse, and leaves undone
 GUARDED = (
     "marginal_cost:progress=streamed,guard=least"  # ours: counts what has streamed, and knows when to stop pricing
 )
-POLICIES = (*BASELINES, LEARNED, GUARDED)
+PREDICTED = "predicted"  # ours: runs two pairs forward for each request, so a run takes several times as long
+POLICIES = (*BASELINES, LEARNED, SAMPLED, GUARDED)
+CORNER = ("round_robin", "least_loaded", LEARNED, SAMPLED, "marginal_cost:slo=0", "marginal_cost:guard=least", GUARDED)
 FAMILIES = ("mixed", "chat", "documents", "reasoning")
 TERMS = {
     "all terms": LEARNED,
     "no lengths": "marginal_cost:lengths=false",
     "no backlog": "marginal_cost:backlog=0",
+    "no own work": "marginal_cost:own=0",  # the hand-off is in it, and all of it is the same for every pair
     "no cache": "marginal_cost:cache=0",
     "no slo": "marginal_cost:slo=0",
     "and what others lose": "marginal_cost:others=1",
@@ -30,6 +34,7 @@ TERMS = {
 }
 GPUS = {3: "1+2", 4: "1+3", 5: "2+3", 6: "2+4", 7: "2+5", 8: "2+6"}
 BLOCK = 16  # tokens
+TRAIN = "bursts:high=2.5,high_s=10,low_s=20"  # 2.5 times the mean rate for 10 s, then 20 s of calm
 
 
 def settings(requests: int, family: str = "mixed", lengths: str = "noisy:0.3", **more) -> dict[str, object]:
@@ -55,7 +60,7 @@ def _policies(policies: Iterable[str] | Mapping[str, str]) -> list[dict]:
     return [{"policy": policy} for policy in policies]
 
 
-def bursty(anchors, seeds, requests, policies=POLICIES) -> Grid:
+def bursty(anchors, seeds, requests, policies=(*POLICIES, PREDICTED)) -> Grid:
     """Mixed traffic in bursts, 2 prefill and 4 decode engines (the paper's Table II)."""
     return _grid(settings(requests), _points(anchors), _policies(policies), seeds=seeds)
 
@@ -66,7 +71,7 @@ def calibration(anchors, seeds, requests, policies=(LEARNED, GUARDED)) -> Grid:
     return _grid(settings(requests), _points(anchors), _policies(policies), told, seeds=seeds)
 
 
-def families(anchors: Mapping[str, Mapping[float, float]], seeds, requests, policies=POLICIES) -> Grid:
+def families(anchors: Mapping[str, Mapping[float, float]], seeds, requests, policies=(*POLICIES, PREDICTED)) -> Grid:
     """Four kinds of traffic, each at its own rate; ``anchors``: by family, then as elsewhere."""
     points = [{"trace": f"family:{family}"} | point for family, rates in anchors.items() for point in _points(rates)]
     return _grid(settings(requests), points, _policies(policies), seeds=seeds)
@@ -84,7 +89,7 @@ def gpus(anchors, seeds, requests, shapes: Mapping[int, str] = GPUS, policies=PO
     return _grid(settings(requests), _points(anchors), pools, _policies(policies), seeds=seeds)
 
 
-def starved(rates: Sequence[float], slopes, seeds, requests, polls_s=(0.05,), policies=POLICIES) -> Grid:
+def starved(rates: Sequence[float], slopes, seeds, requests, polls_s=(0.05, 1.0), policies=CORNER) -> Grid:
     """1 + 2 engines from comfort to far beyond what they can do, with signals of several ages."""
     points = [{"decode_slope_s": slope, "qps": qps} for slope in slopes for qps in rates]
     ages = [{"poll_s": poll_s} for poll_s in polls_s]
@@ -96,13 +101,19 @@ def load(anchors, seeds, requests, factors=(0.5, 0.75, 1.0, 1.25, 1.5), policies
     return _grid(settings(requests), _points(anchors, factors), _policies(policies), seeds=seeds)
 
 
-def ablation(anchors, seeds, requests, factors=(1.0, 1.25), terms: Mapping[str, str] = TERMS) -> Grid:
+def train(anchors, seeds, requests, factor=0.8, policies=POLICIES) -> Grid:
+    """A train of bursts at ``factor`` of the rate of mid-collapse; kept with its requests, it gives rolling tails."""
+    return _grid(settings(requests, arrivals=TRAIN), _points(anchors, [factor]), _policies(policies), seeds=seeds)
+
+
+def ablation(anchors, seeds, requests, factors=(1.0, 1.25), terms: Mapping[str, str] = TERMS, family="mixed") -> Grid:
     """The router without one of its terms, at two operating points."""
-    return _grid(settings(requests), _points(anchors, factors), _policies(terms), seeds=seeds)
+    return _grid(settings(requests, family), _points(anchors, factors), _policies(terms), seeds=seeds)
 
 
-def length_error(anchors, seeds, requests, errors=(0.0, 0.5, 1.0, 1.5), policies=("length_threshold", LEARNED)) -> Grid:
+def length_error(anchors, seeds, requests, errors=(0.0, 0.5, 1.0, 1.5), policies=None) -> Grid:
     """Relative errors of the predicted lengths, up to the paper's 150 %."""
+    policies = policies or ("length_threshold", LEARNED, GUARDED)
     told = [{"lengths": f"noisy:{error:g}"} for error in errors]
     return _grid(settings(requests), _points(anchors), told, _policies(policies), seeds=seeds)
 
@@ -115,9 +126,17 @@ def kv_budget(anchors, seeds, requests, tokens=(60_000, 30_000, 16_000, 8_000), 
     return _grid(settings(requests), _points(anchors), memory, _policies(policies), seeds=seeds)
 
 
-def services(anchors: Mapping[tuple[str, str], float], seeds, requests, policies=(*BASELINES, LEARNED)) -> Grid:
-    """Service models, each at its own rate of mid-collapse; ``anchors``: {(service, family): requests a second}."""
+def services(anchors: Mapping[tuple[str, str, float], float], seeds, requests, policies=(*BASELINES, LEARNED)) -> Grid:
+    """Service models, each at its own rates; ``anchors``: {(service, family, slope in s): requests a second}."""
     points = [
-        {"service": service, "trace": f"family:{family}", "qps": qps} for (service, family), qps in anchors.items()
+        {"service": service, "trace": f"family:{family}", "decode_slope_s": slope, "qps": qps}
+        for (service, family, slope), qps in anchors.items()
     ]
     return _grid(settings(requests), points, _policies(policies), seeds=seeds)
+
+
+def leak(anchors, seeds, requests, policies=(LEARNED, GUARDED)) -> Grid:
+    """A router told what no proxy can know, the true lengths of what is in flight, with right and wrong constants."""
+    signals = [{"signals": name} for name in ("own", "leaked")]
+    told = [{"constants": name} for name in ("calibrated", "paper-simulator")]
+    return _grid(settings(requests), _points(anchors), _policies(policies), signals, told, seeds=seeds)

@@ -1,0 +1,73 @@
+"""The studies as files that ``astrolabe sweep`` takes, at the rates that were found for runs of their length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+
+from astrolabe_lab.disagg import published, saturation, studies
+from astrolabe_lab.errors import InputError
+from astrolabe_lab.sweep import Grid
+
+STARVED_QPS = (9.0, 12.0, 15.0, 20.0)  # of 1 + 2 engines: from comfort to far beyond
+SERVICES = ("serial", "batching", "exact")
+NAMES = ("bursty", "calibration", "families", "width", "gpus", "starved", "load", "train", "ablation", "length_error",
+         "kv_budget", "services", "leak")  # fmt: skip
+
+
+def make(
+    names: Sequence[str] = NAMES,
+    requests: int = 10_000,
+    seeds: Sequence[int] = range(10),
+    search_seeds: Sequence[int] = (0, 1),
+    tolerance: float = 0.02,
+    workers: int | None = None,
+    say: Callable[[str], None] = lambda line: None,
+) -> dict[str, Grid]:
+    """{study: its Grid} at every decode slope; the rates of mid-collapse are searched for first, which takes minutes.
+
+    ``say`` gets a line before each search. Raises InputError for a name that is no study, and as ``saturation.find``.
+    """
+    if unknown := [name for name in names if name not in NAMES]:
+        raise InputError(f"no study is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
+
+    @cache
+    def rates(family: str) -> dict[float, float]:
+        say(f"searching the rates of {family} traffic")
+        search = {"tolerance": tolerance, "workers": workers}
+        return saturation.anchors([family], studies.SLOPES_S, requests, search_seeds, **search)[0][family]
+
+    def of_services() -> dict[tuple[str, str, float], float]:
+        say("searching the rates of each service model")
+        return saturation.service_anchors(
+            SERVICES, studies.FAMILIES, studies.SLOPES_S, requests, search_seeds,
+            targets=published.ROUND_ROBIN, tolerance=tolerance, workers=workers,
+        )  # fmt: skip
+
+    def grid(name: str) -> Grid:
+        if name == "starved":
+            return studies.starved(STARVED_QPS, studies.SLOPES_S, seeds, requests)
+        if name == "families":
+            return studies.families({family: rates(family) for family in studies.FAMILIES}, seeds, requests)
+        anchors = of_services() if name == "services" else rates("mixed")
+        return getattr(studies, name)(anchors, seeds, requests)
+
+    return {name: grid(name) for name in names}
+
+
+def write(grids: Mapping[str, Grid], folder: str | Path) -> list[Path]:
+    """Write each grid to ``folder/NAME.yaml``, which holds the same runs; returns the paths."""
+    import yaml
+
+    from astrolabe_lab.record import write_whole
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for name, grid in grids.items():
+        walked = [{key: [point[key] for point in axis] for key in axis[0]} for axis in grid.axes]
+        told = {"defaults": dict(grid.defaults), "zip": walked}
+        paths.append(folder / f"{name}.yaml")
+        write_whole(paths[-1], yaml.safe_dump(told, sort_keys=False, default_flow_style=None, width=120))
+    return paths
