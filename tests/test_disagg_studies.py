@@ -114,6 +114,14 @@ def test_gains_are_points_over_the_baseline_with_intervals_that_hold_them():
     assert compare.gains(summary, "a", scale=1e3).iloc[0]["mean"] == pytest.approx(10 * row["mean"])
 
 
+def test_a_table_of_several_metrics_has_the_interval_of_each():
+    rows = rows_of({"a": [0.7, 0.8], "b": [0.9, 0.9]}).assign(ttft_p99_s=[0.2, 0.4, 0.3, 0.3])
+    table = compare.several(rows, ["policy"], ["goodput_share", "ttft_p99_s"])
+    assert table.loc["b"].tolist() == ["0.9 [0.9, 0.9]", "0.3 [0.3, 0.3]"]
+    row = compare.means(rows, ["policy"], "ttft_p99_s").iloc[0]
+    assert table.loc["a", "ttft_p99_s"] == f"0.3 [{row.low:.4g}, {row.high:.4g}]"
+
+
 def test_what_is_picked_from_many_groups_is_corrected_for_all_of_them():
     rng = np.random.default_rng(3)
     groups = [

@@ -89,6 +89,17 @@ def means(summary: pd.DataFrame, by: Sequence[str], metric: str = GOODPUT) -> pd
     return table.assign(spread=apart.to_numpy())
 
 
+def several(summary: pd.DataFrame, by: Sequence[str], metrics: Sequence[str]) -> pd.DataFrame:
+    """A table of what ``means`` says of each metric, as text: a row a point of ``by``, intervals each by itself."""
+    import pandas as pd
+
+    texts = {}
+    for metric in metrics:
+        table = means(summary, by, metric).set_index(list(by))
+        texts[metric] = [f"{row.mean:.4g} [{row.low:.4g}, {row.high:.4g}]" for row in table.itertuples()]
+    return pd.DataFrame(texts, index=table.index)
+
+
 def rolling_tail(
     results: pd.DataFrame, window_s: float = 10.0, share: float = 0.95, by: Sequence[str] = ("policy",)
 ) -> pd.DataFrame:
