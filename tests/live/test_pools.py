@@ -54,10 +54,10 @@ def transfers(pools):
     return [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
 
 
-def trace_of(n, qps):
+def trace_of(n, qps, longest=40):
     requests = sharegpt_like.generate(n, seed=0, text=False)
     requests["prompt_tokens"] = requests["prompt_tokens"].clip(8, 300)
-    requests["output_tokens"] = requests["output_tokens"].clip(2, 40)
+    requests["output_tokens"] = requests["output_tokens"].clip(2, longest)
     return length.attach(arrivals.with_arrivals(requests, qps=qps, seed=0), "oracle")
 
 
@@ -127,10 +127,10 @@ def test_blocks_that_expired_are_computed_again_and_a_client_that_left_leaves_no
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory):
-    """One prefill and one decode engine with a small random Llama, and NIXL between them."""
+    """Two prefill and two decode engines with a small random Llama, and NIXL between them."""
     folder = tmp_path_factory.mktemp("nixl") / "c"
     options = {"device": "cpu", "engine": SMALL, "timeout_s": 600, "folder": folder}
-    with launch_pools(1, 1, world="hardware", **options) as running:
+    with launch_pools(2, 2, world="hardware", **options) as running:
         yield running
 
 
@@ -139,11 +139,12 @@ def test_real_transfers_give_the_answers_of_an_engine_that_computes_alone(real, 
     found = verdicts(real)
     assert all(each.ok for each in found.values()), [str(each) for each in found.values()]
     assert "were taken over" in found["pairs"].detail  # the engines themselves count what came from elsewhere
-    trace = trace_of(30, qps=50.0)
-    trace["output_tokens"] = trace["output_tokens"].clip(upper=8)
-    with routed(real, tmp_path / "j") as url:
-        live = bench.run(url, trace, bench.Load(real.model, exact=True, concurrency=6))
+    trace = trace_of(500, qps=50.0, longest=12)
+    with routed(real, tmp_path / "j", "marginal_cost") as url:
+        live = bench.run(url, trace, bench.Load(real.model, exact=True, concurrency=12))
     assert (live["status"] == "ok").all() and (live["generated_tokens"] == live["output_tokens"]).all()
     frame = rows(tmp_path / "j")
-    assert len(frame) == len(trace) and (frame["status"] == "ok").all() and (frame["blocks"] > 0).all()
+    assert len(frame) == frame["rid"].nunique() == 500 and (frame["status"] == "ok").all()
+    assert (frame["blocks"] > 0).all()
+    assert set(frame["prefill_instance"]) == set(frame["decode_instance"]) == {0, 1}
     assert asyncio.run(failed_transfers(urls(real, "decode"), real.model)) == 0

@@ -49,7 +49,7 @@ class Handover:
 def launch_pools(prefill: int, decode: int, *, handover: Handover = Handover(), world="emulated", **options) -> Cluster:
     """A running Cluster whose first ``prefill`` engines have the role prefill and the others decode.
 
-    ``options`` are those of ``serve.launch.launch``. Raises InputError where NIXL is needed and missing, and whatever
+    ``options`` are those of ``engines.launch.launch``. Raises InputError where NIXL is needed and missing, and whatever
     that raises.
     """
     for name, value in (("prefill", prefill), ("decode", decode)):
@@ -87,7 +87,7 @@ def _nixl(engine: Engine, cluster: Cluster, handover: Handover) -> None:
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1", "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
     }  # fmt: skip
     if "CUDA_VISIBLE_DEVICES" not in engine.environment or device_of() == "cpu":
-        config["kv_buffer_device"] = "cpu"
+        config |= {"kv_buffer_device": "cpu", "kv_connector_module_path": "astrolabe_lab.serve.pools.nixl"}
         engine.environment |= {"UCX_TLS": "tcp,sm,self", "UCX_NET_DEVICES": "lo"}
     engine.command += ["--kv-transfer-config", json.dumps(config)]
 
