@@ -1,6 +1,6 @@
 """A grid of runs on pools (``disagg.studies``), made on emulated engines instead of in the simulator.
 
-with launch_for(grid, time_scale=6.0) as pools:
+with launch_for(grid, time_scale=4.0) as pools:
     rows = run(grid, pools, "outputs/live")         # as ``sweep.run(grid)`` gives them, A/A rows among them
 
 The requests are those of the simulated run at the same seed. What varies may be the policy, the seed, the rate and the
