@@ -14,6 +14,7 @@ from astrolabe_lab.bench.frame import frame_of
 from astrolabe_lab.bench.kept import Kept
 from astrolabe_lab.bench.load import Load, ask_served, request_of
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.event_loop import few_pauses
 from astrolabe_lab.serve.stream import Watcher
 
 if TYPE_CHECKING:
@@ -77,7 +78,8 @@ async def drive(
             record.segment = kept.segment if kept else 0
         sending = _Sending(client, url, load, bodies, kept, progress, len(sent) - len(left), len(sent))
         try:
-            await (sending.closed(left, sent) if load.concurrency else sending.open(left))
+            with few_pauses():
+                await (sending.closed(left, sent) if load.concurrency else sending.open(left))
         finally:
             if kept is not None:
                 kept.close()

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.event_loop import few_pauses
 from astrolabe_lab.request import Request
 from astrolabe_lab.rng import stream
 
@@ -56,16 +57,24 @@ async def drive(router: Router, trace: pd.DataFrame, seed: int = 0) -> pd.DataFr
     if "predicted_tokens" not in trace:
         raise InputError("probes need predicted_tokens: attach lengths (length.attach), e.g. oracle")
     times = trace["arrived_s"].to_numpy(dtype=float)
-    begun = time.monotonic()
     connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(connector=connector) as session, asyncio.TaskGroup() as group:
+    async with aiohttp.ClientSession(connector=connector) as session:
+        with few_pauses():
+            found = await _all(session, router, trace, times - times[0], seed)
+    return pd.DataFrame(found)
+
+
+async def _all(session, router: Router, trace: pd.DataFrame, after_s, seed: int) -> list[dict]:
+    """The rows of all probes, each sent at its time."""
+    begun = time.monotonic()
+    async with asyncio.TaskGroup() as group:
         tasks = []
-        for row, at in zip(trace.itertuples(), times - times[0], strict=True):
+        for row, at in zip(trace.itertuples(), after_s, strict=True):
             left = begun + at * router.time_scale - time.monotonic()
             if left > 0:
                 await asyncio.sleep(left)
             tasks.append(group.create_task(_one(session, router, row, begun, seed)))
-    return pd.DataFrame([found for task in tasks for found in task.result()])
+    return [found for task in tasks for found in task.result()]
 
 
 async def _one(session, router: Router, row, begun: float, seed: int) -> list[dict]:
