@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from astrolabe_lab.disagg import published, saturation, studies
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.sweep import Grid
+
+if TYPE_CHECKING:
+    from astrolabe_lab.sweep import Grid
 
 STARVED_QPS = (9.0, 12.0, 15.0, 20.0)  # of 1 + 2 engines: from comfort to far beyond
 SERVICES = ("serial", "batching", "exact")
@@ -29,6 +31,8 @@ def make(
 
     ``say`` gets a line before each search. Raises InputError for a name that is no study, and as ``saturation.find``.
     """
+    from astrolabe_lab.disagg import published, saturation, studies
+
     if unknown := [name for name in names if name not in NAMES]:
         raise InputError(f"no study is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
 
