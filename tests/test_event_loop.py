@@ -3,7 +3,14 @@
 import asyncio
 import gc
 
+import pytest
+
 from astrolabe_lab import event_loop
+
+
+@pytest.fixture(autouse=True)
+def nothing_frozen():
+    gc.unfreeze()
 
 
 def test_what_is_loaded_stays_out_of_collections_until_the_last_one_is_done():
@@ -21,10 +28,6 @@ def test_a_main_that_fails_leaves_the_collector_as_it_was():
         assert event_loop.NAME in type(asyncio.get_running_loop()).__module__
         raise RuntimeError("it failed")
 
-    try:
+    with pytest.raises(RuntimeError, match="it failed"):
         event_loop.run(main())
-    except RuntimeError as error:
-        assert str(error) == "it failed"
-    else:
-        raise AssertionError("the error was lost")
     assert gc.get_freeze_count() == 0
