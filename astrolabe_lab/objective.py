@@ -4,7 +4,12 @@
 the instance, the newcomer's own included: what it costs everybody who is there. ``blend:W:C`` is
 (1 - W) e2e_s + W added_delay_s + C ttft_s: the delay of the others at the price W, 0 to 1, and waiting at the extra
 price C, 0 unless given. Behind a queue a newcomer delays nobody who is there, but all who come later: C stands for
-them. `make objectives` measures what each buys.
+them.
+
+What each buys, `make objectives` measures (12 instances, the paper's lengths, 24 to 38 QPS). With true lengths, and on
+20 other seeds than it was chosen on, ``blend:0.1:0.3`` takes 0.4 to 1.4 % off mean E2E at every rate and 3 % off P99
+TTFT past capacity, and raises P99 TTFT nowhere clearly. ``blend:0.25:0.3`` takes 4 % and 5 to 6 % off past capacity,
+for 4 % more P99 TTFT well below it. With lengths that are 25 % off neither gains more than a percent or so.
 """
 
 from __future__ import annotations
