@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from astrolabe_lab.cost import StepCost
-from astrolabe_lab.engines.step_log import counts_of
+from astrolabe_lab.engines.step_log import in_flight_s
 from astrolabe_lab.sim.state import RUNNING
 from astrolabe_lab.sim.status import HEADER, ROW, Status
 
@@ -67,16 +67,7 @@ class DriftWatch:
         ratio it adds, or None where they are not of two steps in a row."""
         if not _follows(before, after):
             return None
-        return self._add(_started_s(after) - _started_s(before), self.price_s(before))
-
-    def price_s(self, status: Status) -> float:
-        """The calibrated seconds of the step in flight; 0 where there is none."""
-        rows = status.rows[status.rows["scheduled_now"] > 0]
-        return (
-            self.cost.step_seconds(*counts_of(rows[["prompt", "computed", "scheduled_now"]].tolist()))
-            if len(rows)
-            else 0.0
-        )
+        return self._add(_started_s(after) - _started_s(before), in_flight_s(before, self.cost))
 
     def _add(self, observed_s: float, priced_s: float) -> float:
         ratio = observed_s / priced_s
@@ -151,7 +142,7 @@ class DriftMonitor:
 
     async def _next(self, instance, status: Status) -> Status | None:
         """What the instance publishes of the next step; None where it idles or the step does not end in good time."""
-        poll_s = self.watches[instance.index].price_s(status) / POLLS_A_STEP
+        poll_s = in_flight_s(status, self.watches[instance.index].cost) / POLLS_A_STEP
         for _ in range(PATIENCE_STEPS * POLLS_A_STEP if poll_s else 0):
             await asyncio.sleep(poll_s * self._scale)
             found, source = instance.status(self._now_s())

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from astrolabe_lab.sweep import Grid
 
 STARVED_QPS = (9.0, 12.0, 15.0, 20.0)  # of 1 + 2 engines: from comfort to far beyond
-SERVICES = ("serial", "batching", "exact")
 NAMES = ("bursty", "calibration", "families", "width", "gpus", "starved", "load", "train", "ablation", "length_error",
          "kv_budget", "services", "leak")  # fmt: skip
 
@@ -31,7 +30,7 @@ def make(
 
     ``say`` gets a line before each search. Raises InputError for a name that is no study, and as ``saturation.find``.
     """
-    from astrolabe_lab.disagg import published, saturation, studies
+    from astrolabe_lab.disagg import published, saturation, services, studies
 
     if unknown := [name for name in names if name not in NAMES]:
         raise InputError(f"no study is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
@@ -45,7 +44,7 @@ def make(
     def of_services() -> dict[tuple[str, str, float], float]:
         say("searching the rates of each service model")
         return saturation.service_anchors(
-            SERVICES, studies.FAMILIES, studies.SLOPES_S, requests, search_seeds,
+            services.SERVICES[::-1], studies.FAMILIES, studies.SLOPES_S, requests, search_seeds,
             targets=published.ROUND_ROBIN, tolerance=tolerance, workers=workers,
         )  # fmt: skip
 

@@ -17,6 +17,9 @@ from astrolabe_lab.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
+    from astrolabe_lab.cost import StepCost
+    from astrolabe_lab.sim.status import Status
+
 MAGIC = 0x41535452_53544550  # "ASTRSTEP"
 CAPACITY = 1 << 16  # steps
 HEAD = np.dtype([("magic", "u8"), ("capacity", "u8"), ("written", "u8")])
@@ -80,6 +83,14 @@ def counts_of(chunks) -> tuple[int, int, int, float, bool]:
             mixed = True
             attention += tokens * float(computed) + 0.5 * tokens * tokens
     return new, n, context, attention, mixed
+
+
+def in_flight_s(status: Status, cost: StepCost) -> float:
+    """The price in s of the step that ``status`` shows in flight; 0 where there is none."""
+    rows = status.rows[status.rows["scheduled_now"] > 0]
+    if not len(rows):
+        return 0.0
+    return cost.step_seconds(*counts_of(rows[["prompt", "computed", "scheduled_now"]].tolist()))
 
 
 def written(path: str | Path) -> int:

@@ -10,7 +10,7 @@ from astrolabe_lab.errors import InputError
 from .families import holm, simultaneous
 from .frames import listed, require_columns
 from .intervals import interval, over_seeds, p_value
-from .lost import lost_more, of_all_sent
+from .lost import flattered
 
 NO_WINNER = "no winner"
 
@@ -51,19 +51,9 @@ def paired_difference(
         found["p_holm"] = holm(found["p"])
         together = _together(by_point, level)
         found["low_all"], found["high_all"] = together["low"].to_numpy(), together["high"].to_numpy()
-        found["clear"] = (found["p_holm"] < 1 - level) & ~_by_loss(found, summary, metric, baseline)
+        by_loss = flattered(found, summary, metric, baseline) * found["mean"] < 0
+        found["clear"] = (found["p_holm"] < 1 - level) & ~by_loss
     return found
-
-
-def _by_loss(found: pd.DataFrame, summary: pd.DataFrame, metric: str, baseline: str) -> np.ndarray:
-    """Which rows are in favour of the side that lost more requests, by a metric of those that are left."""
-    if of_all_sent(metric):
-        return np.zeros(len(found), bool)
-    runs = dict(list(summary.groupby(["policy", "qps"])))
-    more = [
-        lost_more(runs[name, qps], runs[baseline, qps]) for name, qps in zip(found["policy"], found["qps"], strict=True)
-    ]
-    return np.array(more) * found["mean"].to_numpy() < 0
 
 
 def best_and_undecided(summary: pd.DataFrame, metric: str, level: float = 0.95) -> pd.DataFrame:

@@ -10,7 +10,7 @@ from astrolabe_lab.errors import InputError
 from .families import holm
 from .frames import listed, require_columns
 from .intervals import flips
-from .lost import higher_is_better, lost_more, of_all_sent
+from .lost import flattered, higher_is_better
 from .paired import NO_WINNER, paired_table
 
 DRAWS = 4999
@@ -83,18 +83,10 @@ def up_to(
         return found
     found["p_holm"] = holm(found[["p_swapped", "p_policy", "p_arrivals"]].max(axis=1))
     found["least_p"] = np.minimum(1.0, found["least_p"] * len(found))
-    won = (found["p_holm"] < 1 - level) & ~_by_loss(found, summary, metric, baseline)
+    by_loss = flattered(found, summary, metric, baseline, rate="at_qps") > 0
+    won = (found["p_holm"] < 1 - level) & ~by_loss
     found["winner"] = np.where(won, found["policy"], np.where(found["least_p"] < 1 - level, NO_WINNER, TOO_FEW))
     return found
-
-
-def _by_loss(found: pd.DataFrame, summary: pd.DataFrame, metric: str, baseline: str) -> np.ndarray:
-    """Which policies lost more requests than the baseline at the rate of their largest gain, in what is left."""
-    if of_all_sent(metric):
-        return np.zeros(len(found), bool)
-    runs = dict(list(summary.groupby(["policy", "qps"])))
-    rows = zip(found["policy"], found["at_qps"], strict=True)
-    return np.array([lost_more(runs[name, qps], runs[baseline, qps]) > 0 for name, qps in rows])
 
 
 def _wide(values: pd.Series) -> pd.DataFrame:

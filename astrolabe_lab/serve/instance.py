@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from astrolabe_lab.engines.step_log import counts_of
+from astrolabe_lab.engines.step_log import in_flight_s
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.predictor import Prediction, Predictor
 from astrolabe_lab.request import Request
@@ -89,11 +89,7 @@ class Instance:
 
     def _step_s(self, status: Status) -> float:
         """The predicted seconds of the step in flight; 0 where nobody predicts."""
-        rows = status.rows[status.rows["scheduled_now"] > 0]
-        if self.predictor is None or not len(rows):
-            return 0.0
-        chunks = rows[["prompt", "computed", "scheduled_now"]].tolist()
-        return self.predictor.cost.step_seconds(*counts_of(chunks))
+        return 0.0 if self.predictor is None else in_flight_s(status, self.predictor.cost)
 
     def _check(self, status: Status, now_s: float) -> None:
         """Raise InputError for a status that cannot be one of this engine's at this time."""
