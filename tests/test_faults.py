@@ -2,16 +2,12 @@
 
 import asyncio
 import json
-import random
-import socket
 import time
-from contextlib import asynccontextmanager
 from dataclasses import replace
 
-import aiohttp
 import pytest
 from scripted_engine import ScriptedEngine, scripted_engines
-from test_router import MODEL, ask, healthz, outcomes, routed, run
+from test_router import ask, healthz, outcomes, routed, run
 
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.predictor import Predictor
@@ -20,21 +16,13 @@ from astrolabe_lab.serve.breaker import Breaker, Health
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.lengths import lengths_of
 from astrolabe_lab.serve.limits import Limits
-from astrolabe_lab.serve.listen import allow_open_files
 from astrolabe_lab.serve.watch import Watch
 from astrolabe_lab.sim.config import EngineConfig
 
 QUICK = Limits(probe_s=0.05, first_byte_s=0.5, between_bytes_s=0.5, write_s=0.5, body_s=0.5, head_s=0.4, drain_s=1.0)
-BODY = json.dumps({"model": MODEL, "prompt": "hello", "max_tokens": 6, "stream": True}).encode()
 
 
 IDLE_METRICS = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
-
-
-def request_bytes(body=BODY, path="/v1/completions", **headers):
-    lines = {"Host": "x", "Content-Type": "application/json", "Content-Length": str(len(body)), **headers}
-    head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())
-    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
 
 
 async def dispatched(router, n):
@@ -303,240 +291,6 @@ def test_an_instance_that_failed_is_tried_again_only_once_a_probe_has_found_it_w
     assert not instance.available(6.0)  # cooled, yet the last probe did not find it
     instance.health.probed(True)
     assert not instance.available(4.0) and instance.available(6.0)
-
-
-# --- clients ------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def connection(url):
-    host, _, port = url.removeprefix("http://").partition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        yield reader, writer
-    finally:
-        writer.transport.abort()
-
-
-async def slowly(answer, seconds):
-    await asyncio.sleep(seconds)
-    return answer
-
-
-@pytest.mark.parametrize(
-    "leaves", ["in its head", "in its body", "while counted", "while tagged", "before the first byte", "in the stream"]
-)
-def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(tmp_path, leaves):
-    whole = request_bytes()
-    part = {"in its head": 20, "in its body": len(whole) - 10}.get(leaves, len(whole))
-    until = {"while counted": 1.0, "while tagged": 1.0}
-
-    async def story():
-        async with (
-            scripted_engines(1, token_s=0.05, first_s=1.0 if leaves == "before the first byte" else 0.0) as engines,
-            routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url),
-        ):
-            if leaves == "while counted":
-                router.count_tokens = lambda asked: slowly((5, "bytes"), until[leaves])
-            if leaves == "while tagged":
-                router.lengths = lambda asked: slowly((5, "constant"), until[leaves])
-            for _ in range(5):
-                async with connection(url) as (reader, writer):
-                    writer.write(whole[:part])
-                    await writer.drain()
-                    if leaves == "in the stream":
-                        await reader.readuntil(b"data:")
-                    await asyncio.sleep(0.05)
-            await idle(router, engines)
-            assert router.counters.outcomes["aborted"] == (0 if leaves == "in its head" else 5)
-            reached = leaves in ("before the first byte", "in the stream")
-            assert len(engines[0].seen) == (5 if reached else 0)
-            assert engines[0].aborted == (5 if reached else 0)
-            assert router.instances[0].breaker.in_a_row == 0, list(router.counters.outcomes)
-
-    run(story())
-    rows = one_row_each(tmp_path / "j")
-    assert [row["status"] for row in rows] == ["aborted"] * (0 if leaves == "in its head" else 5)
-
-
-def test_a_client_that_leaves_while_sidecars_are_asked_leaves_nothing_behind(tmp_path):
-    from astrolabe_lab.serve.remote import RemotePredictors
-
-    async def story():
-        async with scripted_engines(2) as engines:
-            deaf = await asyncio.start_server(lambda r, w: asyncio.sleep(3600), "127.0.0.1", 0)
-            where = f"http://127.0.0.1:{deaf.sockets[0].getsockname()[1]}"
-            remote = RemotePredictors({0: where, 1: where}, 0.3, time.monotonic)
-            async with routed(engines, tmp_path / "j", "astrolabe:k=2", ask=remote, limits=QUICK) as (router, _, url):
-                for _ in range(3):
-                    async with connection(url) as (_, writer):
-                        writer.write(request_bytes())
-                        await writer.drain()
-                        await asyncio.sleep(0.05)
-                await idle(router, engines)
-                assert [engine.seen for engine in engines] == [[], []]
-            deaf.close()
-
-    run(story())
-    assert [row["status"] for row in one_row_each(tmp_path / "j")] == ["aborted"] * 3
-
-
-def test_slow_clients_are_let_go_whatever_they_are_slow_at(tmp_path):
-    async def trickle(writer, data, every_s):
-        for j in range(len(data)):
-            writer.write(data[j : j + 1])
-            await writer.drain()
-            await asyncio.sleep(every_s)
-
-    async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (router, _, url):
-            whole = request_bytes()
-            head = whole.index(b"\r\n\r\n") + 4
-            async with connection(url) as (reader, writer):  # a head that never ends
-                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
-                    await asyncio.gather(trickle(writer, whole[:head], 0.05), reader.readexactly(1))
-            async with connection(url) as (reader, writer):  # nothing at all
-                assert await asyncio.wait_for(reader.read(1), 3) == b""
-            async with connection(url) as (reader, writer):  # a body that never ends
-                writer.write(whole[:head])
-                await trickle(writer, b'{"mo', 0.01)
-                assert b" 408 " in await asyncio.wait_for(reader.readline(), 3)
-            await idle(router, engines)
-            assert engines[0].seen == []
-
-    run(story())
-    assert [row["reason"][:8] for row in one_row_each(tmp_path / "j")] == ["HTTP 408"]
-
-
-def test_a_client_that_does_not_read_its_answer_is_let_go_and_its_engine_freed(tmp_path):
-    async def story():
-        async with (
-            scripted_engines(1, token_s=0.001) as engines,
-            routed(engines, tmp_path / "j", limits=QUICK) as (router, _, url),
-        ):
-            engines[0].text = "t" * 50_000
-            host, _, port = url.removeprefix("http://").partition(":")
-            deaf = socket.socket()
-            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            deaf.connect((host, int(port)))
-            body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 10_000, "stream": True}).encode()
-            deaf.sendall(request_bytes(body))
-            while not engines[0].seen:
-                await asyncio.sleep(0.01)
-            await idle(router, engines)
-            deaf.close()
-            assert router.instances[0].breaker.in_a_row == 0, list(router.counters.outcomes)
-
-    run(story())
-    (row,) = one_row_each(tmp_path / "j")
-    assert (row["status"], row["reason"]) == ("aborted", "the client did not read its answer")
-
-
-def test_ten_thousand_requests_with_random_ends_leave_exactly_nothing_in_flight(tmp_path):
-    """Clients that leave at any moment, engines that break in every way."""
-    n, dice = 10_000, random.Random(0)
-    scripts = ["ok"] * 24 + ["http:500", "http:400", "break", "refuse", "error", "late-error", "cut", "twice", "silent"]
-
-    async def one(session, url, engines):
-        dice.choice(engines).script = dice.choice(scripts)
-        body = {"model": MODEL, "prompt": "x", "max_tokens": dice.randrange(1, 4), "stream": dice.random() < 0.7}
-        limit = aiohttp.ClientTimeout(total=dice.choice([0.001, 0.01, 0.05, 9.0]))
-        try:
-            async with session.post(url + "/v1/completions", json=body, timeout=limit) as answer:
-                await answer.read()
-        except (TimeoutError, aiohttp.ClientError):
-            pass
-
-    async def story():
-        limits = Limits(probe_s=1.0, first_byte_s=0.3, whole_answer_s=0.3, between_bytes_s=0.3, drain_s=1.0)
-        async with scripted_engines(4) as engines, routed(engines, tmp_path / "j", "least_loaded", limits=limits) as (
-            router, session, url,
-        ):  # fmt: skip
-            for instance in router.instances:
-                instance.breaker.failures = 10**9  # they fail all the time here, and shall be asked
-            waiting = iter(range(n))
-
-            async def client():
-                for _ in waiting:
-                    await one(session, url, engines)
-
-            async def watch():
-                while True:
-                    assert all(len(i.ledger) >= 0 and i.ledger.tokens >= 0 for i in router.instances)
-                    assert sum(len(i.ledger) for i in router.instances) <= router.in_flight
-                    await asyncio.sleep(0.02)
-
-            watching = asyncio.create_task(watch())
-            await asyncio.gather(*(client() for _ in range(48)))
-            for engine in engines:
-                engine.script = "ok"
-            await idle(router, engines)
-            assert not watching.done()
-            watching.cancel()
-            return dict(router.counters.outcomes)
-
-    counted = asyncio.run(asyncio.wait_for(story(), 900))
-    rows = one_row_each(tmp_path / "j")
-    assert sum(n for status, n in counted.items() if status != "retried") == len(rows)
-    assert {"ok", "failed", "aborted", "rejected"} <= {row["status"] for row in rows}
-    assert min(counted[status] for status in ("ok", "aborted", "retried", "failed")) > 20, counted
-
-
-def test_two_thousand_connections_at_once_all_get_their_answer(tmp_path):
-    allow_open_files()
-
-    async def story():
-        limits = Limits(probe_s=0.2, connect_s=60.0, drain_s=1.0)
-        async with (
-            scripted_engines(4, first_s=1.0, tokens=2) as engines,
-            routed(engines, tmp_path / "j", "least_loaded", limits=limits) as (router, _, url),
-        ):
-            connector = aiohttp.TCPConnector(limit=0)
-            async with aiohttp.ClientSession(connector=connector) as session:
-                answers = await asyncio.gather(*(ask(session, url, max_tokens=2) for _ in range(2000)))
-            assert {status for status, _, _ in answers} == {200}
-            assert all(i.health.healthy for i in router.instances)  # a burst is no illness
-            await idle(router, engines)
-
-    asyncio.run(asyncio.wait_for(story(), 600))
-    assert len(one_row_each(tmp_path / "j")) == 2000
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "headers", "status"),
-    [
-        ("POST", "/v1/embeddings", {}, 404),
-        ("POST", "/reset_prefix_cache", {}, 404),  # engines' own pages are not reachable
-        ("POST", "/sleep", {}, 404),
-        ("GET", "/v1/completions", {}, 405),
-        ("POST", "/v1/completions", {"x-slo-class": "urgent"}, 400),
-        ("POST", "/v1/completions", {"x-predicted-tokens": "many"}, 400),
-        ("POST", "/v1/completions", {"content-encoding": "gzip"}, 400),
-    ],
-)
-def test_what_is_not_served_is_told_in_openai_s_shape(tmp_path, method, path, headers, status):
-    async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
-            headers["content-type"] = "application/json"
-            async with session.request(method, url + path, data=BODY, headers=headers) as answer:
-                error = (await answer.json())["error"]
-                assert answer.status == status, error
-                assert set(error) == {"message", "type", "param", "code"}
-            assert engines[0].seen == []
-
-    run(story())
-
-
-def test_heads_are_bounded(tmp_path):
-    async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, _, url):
-            for headers in ({"X-Long": "x" * 20_000}, {f"X-{j}": "x" for j in range(500)}):
-                async with connection(url) as (reader, writer):
-                    writer.write(request_bytes(**headers))
-                    assert b" 400 " in await asyncio.wait_for(reader.readline(), 3)
-            assert engines[0].seen == []
-
-    run(story())
 
 
 # --- what the router leans on -------------------------------------------------------------------------------
