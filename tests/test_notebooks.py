@@ -37,6 +37,7 @@ SMALL = {
         "probes": 5,
         "groups": 1,
         "longest": 40,
+        "learned": 100,
         "unchunked": 1,
     },
     "22_real_model": {

@@ -42,7 +42,7 @@ def test_neither_scheduler_nor_emulated_device_ends_by_it(value):
     assert (rows[0]["rid"], rows[0]["predicted"]) == (-1, 0)
 
     executor = SimpleNamespace(
-        _sequences={}, _words=[1], _eos=2, emulation=SimpleNamespace(cost=StepCost.parse("base_s=0.02"))
+        _sequences={}, _last=set(), _words=[1], _eos=2, emulation=SimpleNamespace(cost=StepCost.parse("base_s=0.02"))
     )
     executor._next = lambda sequence: EmulatedExecutor._next(executor, sequence)
     scheduled = SimpleNamespace(
@@ -53,5 +53,5 @@ def test_neither_scheduler_nor_emulated_device_ends_by_it(value):
         num_scheduled_tokens={"a": 5},
         total_num_scheduled_tokens=5,
     )
-    output, seconds = EmulatedExecutor._plan(executor, scheduled)
-    assert output.sampled_token_ids == [[1]] and seconds == pytest.approx(0.02)
+    output, seconds, continues = EmulatedExecutor._plan(executor, scheduled)
+    assert output.sampled_token_ids == [[1]] and seconds == pytest.approx(0.02) and not continues

@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
 
 from .emulation import Disturbance, Emulation
-from .pace import PaceWriter
+from .pace import PaceWriter, step_end
 from .told import told
 
 WORDS = 200  # distinct tokens that emulated answers are made of
@@ -59,7 +59,8 @@ class EmulatedExecutor(Executor):
         self._eos = eos[0] if isinstance(eos, list) else eos
         self._words = range(config.vocab_size - WORDS, config.vocab_size) if config.vocab_size > 2 * WORDS else [1]
         self._sequences: dict[str, Sequence] = {}
-        self._planned: tuple[ModelRunnerOutput, float] | None = None
+        self._planned: tuple[ModelRunnerOutput, float, bool] | None = None
+        self._last: set[str] = set()
         self._device = Device(self.emulation)
         self._device.start()
 
@@ -109,13 +110,12 @@ class EmulatedExecutor(Executor):
         return _done(None) if non_block else None
 
     def sample_tokens(self, grammar_output, non_block: bool = False):
-        output, seconds = self._planned
-        self._planned = None
-        future = self._device.submit(output, seconds)
+        planned, self._planned = self._planned, None
+        future = self._device.submit(*planned)
         return future if non_block else future.result()
 
-    def _plan(self, scheduled) -> tuple[ModelRunnerOutput, float]:
-        """The step's output and its modelled seconds."""
+    def _plan(self, scheduled) -> tuple[ModelRunnerOutput, float, bool]:
+        """The step's output, its modelled seconds, and whether it continues the step before it."""
         cached = scheduled.scheduled_cached_reqs
         computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         for new in scheduled.scheduled_new_reqs:
@@ -140,7 +140,8 @@ class EmulatedExecutor(Executor):
         seconds = self.emulation.cost.step_seconds(
             scheduled.total_num_scheduled_tokens, len(ids), context, attention, mixed
         )
-        return ModelRunnerOutput(ids, {rid: j for j, rid in enumerate(ids)}, tokens), seconds
+        continues, self._last = not self._last.isdisjoint(ids), set(ids)
+        return ModelRunnerOutput(ids, {rid: j for j, rid in enumerate(ids)}, tokens), seconds, continues
 
     def _next(self, sequence: Sequence) -> int:
         sequence.sampled += 1
@@ -178,9 +179,9 @@ class Device(threading.Thread):
         self._free_at = 0.0
         self._pace = PaceWriter(emulation.pace or None)
 
-    def submit(self, output: ModelRunnerOutput, seconds: float) -> Future:
+    def submit(self, output: ModelRunnerOutput, seconds: float, continues: bool) -> Future:
         future: Future = Future()
-        self._steps.put((future, output, seconds, time.monotonic()))
+        self._steps.put((future, output, seconds, continues, time.monotonic()))
         return future
 
     def stop(self) -> None:
@@ -188,19 +189,22 @@ class Device(threading.Thread):
 
     def run(self) -> None:
         while (step := self._steps.get()) is not None:
-            future, output, seconds, submitted = step
+            future, output, seconds, continues, submitted = step
             disturbance = self._disturbance.now()
             while disturbance.stalled:
                 time.sleep(0.005)
-                submitted = time.monotonic()
+                submitted = self._free_at = time.monotonic()
                 disturbance = self._disturbance.now()
             seconds *= disturbance.slowdown
             if disturbance.jitter:
                 seconds *= max(0.0, self._random.gauss(1.0, disturbance.jitter))
-            self._free_at = max(submitted, self._free_at) + seconds * self._scale
-            if (left := self._free_at - time.monotonic()) > 0:
+            wall_s = seconds * self._scale
+            end = step_end(self._free_at, submitted, wall_s, continues)
+            slipped = end - wall_s - self._free_at if continues else 0.0
+            self._free_at = end
+            if (left := end - time.monotonic()) > 0:
                 time.sleep(left)
-            self._pace.step(seconds * self._scale, time.monotonic() - self._free_at)
+            self._pace.step(wall_s, slipped + time.monotonic() - end)
             future.set_result(output)
 
 

@@ -1,4 +1,4 @@
-"""Whether the host keeps up with an emulated engine: how late its steps end, against what was modelled."""
+"""When an emulated step ends, and whether the host keeps up: how late steps end, against what was modelled."""
 
 from __future__ import annotations
 
@@ -11,6 +11,17 @@ from astrolabe_lab.errors import InputError
 
 LATE_SHARE = 0.05  # of the modelled time: past this the host does not keep up, and what is measured is the host
 PACE = np.dtype([("steps", "f8"), ("modelled_s", "f8"), ("late_s", "f8"), ("latest_s", "f8")])
+
+
+def step_end(free_at: float, submitted: float, seconds: float, continues: bool) -> float:
+    """When a step of ``seconds`` ends, all on one wall clock: the step before it ended at ``free_at``, and this one was
+    ``submitted`` to the device.
+
+    A step cost is the time from step to step, what the host does in between included. So where work ``continues``, the
+    host's own time since the last step counts as this one's, as far as the step is long.
+    """
+    begin = max(free_at, submitted - seconds) if continues else max(free_at, submitted)
+    return begin + seconds
 
 
 class PaceWriter:
