@@ -55,6 +55,27 @@ def test_the_search_ends_between_rates_on_both_sides_of_its_target():
     assert anchor.goodput == pytest.approx(by_rate[anchor.qps])
 
 
+def test_the_bisection_finds_where_a_known_goodput_crosses_and_asks_each_rate_once():
+    asked = []
+
+    def goodput(qps):
+        asked.append(qps)
+        return 1 / (1 + (qps / 20) ** 4)
+
+    true = 20 * 0.25**0.25
+    for start_qps in (0.3, 14.0, 500.0):
+        asked.clear()
+        found = saturation.crossing(goodput, start_qps=start_qps, tolerance=0.01)
+        assert found == pytest.approx(true, rel=0.01) and len(asked) == len(set(asked))
+    asked.clear()
+    assert saturation.crossing(goodput, start_qps=8.0, tolerance=0.01, rates=3) == pytest.approx(true, rel=0.2)
+    assert len(asked) == 3
+    with pytest.raises(InputError, match="none of the 3 rates tried, 100 to 400 requests a second"):
+        saturation.crossing(goodput, start_qps=400.0, rates=3)
+    with pytest.raises(InputError, match="rates=1 must be a whole number >= 2"):
+        saturation.crossing(goodput, rates=1)
+
+
 @pytest.mark.parametrize(
     ("given", "options", "told"),
     [

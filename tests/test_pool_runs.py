@@ -5,6 +5,7 @@ import threading
 from contextlib import contextmanager
 
 import numpy as np
+import pandas as pd
 import pytest
 from scripted_pools import scripted_pools
 from test_pool_router import routed
@@ -19,6 +20,7 @@ from astrolabe_lab.serve.pools.gates import check_pools
 from astrolabe_lab.serve.pools.runs import _claim, _identity, _in_time, _lags, plan, run_cells
 from astrolabe_lab.sim.config import EngineConfig
 
+ASKED = ("idle", "warm_up", "prefix_reset", "pairs", "exact", "greedy")
 POLICIES, TRACES = ["round_robin", "least_loaded", "marginal_cost"], ["a", "b", "c"]
 
 
@@ -28,13 +30,13 @@ def impatient(monkeypatch):
     monkeypatch.setattr("astrolabe_lab.serve.pools.gates.SETTLE_S", 0.2)
 
 
-def verdicts(change, prefill=2, decode=2):
+def verdicts(change, prefill=2, decode=2, **options):
     """{gate: (ok, detail)} of pools that ``change(prefill, decode)`` has spoilt."""
 
     async def story():
         async with scripted_pools(prefill, decode) as (p, d):
             change(p, d)
-            found = await check_pools([e.url for e in p], [e.url for e in d], "m")
+            found = await check_pools([e.url for e in p], [e.url for e in d], "m", **options)
             return {each.gate: (each.ok, each.detail) for each in found}, p, d
 
     return asyncio.run(asyncio.wait_for(story(), 60))
@@ -42,11 +44,17 @@ def verdicts(change, prefill=2, decode=2):
 
 def test_sound_pools_pass_every_gate_and_every_pair_was_used():
     found, prefill, decode = verdicts(lambda p, d: None)
-    assert list(found) == ["idle", "warm_up", "prefix_reset", "pairs", "exact", "greedy"]
+    assert tuple(found) == ASKED
     assert all(ok for ok, _ in found.values()), found
     assert not any(engine.held for engine in prefill)
     assert all(len(engine.pulled) >= 2 * 2 * 2 for engine in decode)
     assert "4 pairs" in found["pairs"][1]
+
+
+def test_of_emulated_engines_it_is_said_that_equal_answers_tell_nothing_of_the_blocks():
+    said = "this says nothing of what is in the blocks"
+    assert verdicts(lambda p, d: None, 1, 1, emulated=True)[0]["greedy"][1].endswith(said)
+    assert said not in verdicts(lambda p, d: None, 1, 1)[0]["greedy"][1]
 
 
 def test_answers_that_depend_on_the_way_the_prompt_took_fail_the_greedy_gate():
@@ -106,18 +114,19 @@ def test_policies_and_traces_must_be_distinct():
 
 
 @contextmanager
-def cluster_of_scripted_pools(folder):
-    """The folder of a cluster of 1 + 2 scripted engines, which answer in a thread meanwhile."""
+def cluster_of_scripted_pools(folder, change=lambda prefill, decode: None, config=EngineConfig()):
+    """The folder of a cluster of 1 + 2 scripted engines, spoilt by ``change``, which answer in a thread meanwhile."""
     loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
     async def serve():
         async with scripted_pools(1, 2) as (prefill, decode):
+            change(prefill, decode)
             engines = [
                 {"url": engine.url, "role": role, "status": str(folder / "none")}
                 for role, pool in (("prefill", prefill), ("decode", decode))
                 for engine in pool
             ]
-            write_cluster(folder, engines, EngineConfig(), None, 1.0, "m", "", "hardware")
+            write_cluster(folder, engines, config, None, 1.0, "m", "", "hardware")
             ready.set()
             await stop.wait()
 
@@ -144,7 +153,8 @@ def test_runs_go_on_where_they_were_broken_off_and_only_with_what_they_began_wit
     said = []
 
     def interrupt(line):
-        raise Interrupted(line)
+        if line.startswith("cell"):
+            raise Interrupted(line)
 
     def again(say=said.append, cells=cells, traces=traces, constants=("--constants-from", "paper"), load=None):
         return run_cells(folder, cells, traces, out, [*constants], load, say)
@@ -153,9 +163,14 @@ def test_runs_go_on_where_they_were_broken_off_and_only_with_what_they_began_wit
         with pytest.raises(Interrupted, match="cell 1 of 2"):
             again(interrupt)
         frame = again()
-        assert len(said) == 2 and said[0].endswith(": kept") and "'ok': 6" in said[1]
+        assert len(said) == 1 + len(ASKED) + 1 and said[0].endswith(": kept") and "'ok': 6" in said[-1]
+        assert [line.partition(":")[0] for line in said[1:-1]] == [f"gate {name}" for name in ASKED]
         assert frame.groupby("cell").size().tolist() == [6, 6] and (frame["status"] == "ok").all()
-        assert len(again(lambda line: None)) == 12
+        assert len(again(said.append)) == 12 and all(line.endswith(": kept") for line in said[-2:])
+        about = [pd.read_parquet(path).attrs["astrolabe"] for path in out.glob("*.parquet")]
+        for each in about:
+            assert {gate["gate"]: gate["ok"] for gate in each["pool_gates"]} == dict.fromkeys(ASKED, True)
+            assert [gate["gate"] for gate in each["gates"]] == ["idle", "prefix_reset"]
 
         other = {"a": traces["a"].assign(output_tokens=5)}
         for part, change in {
@@ -171,6 +186,19 @@ def test_runs_go_on_where_they_were_broken_off_and_only_with_what_they_began_wit
         )
         with pytest.raises(InputError, match="holds runs of other engines: give those again"):
             again(interrupt)
+
+
+def test_a_gate_that_does_not_hold_stops_the_runs_before_the_first(tmp_path):
+    folder, out = tmp_path / "pools", tmp_path / "out"
+    folder.mkdir()
+    traces = {"a": with_arrivals(families.generate("chat", 6, seed=0, text=False), 50, "poisson", 0)}
+
+    def spoil(prefill, decode):
+        decode[1].script = "garble"
+
+    with cluster_of_scripted_pools(folder, spoil), pytest.raises(bench.GateError, match="^greedy: FAILED: pair 0, 1"):
+        run_cells(folder, plan(["round_robin"], ["a"]), traces, out, ["--constants-from", "paper"], say=lambda _: None)
+    assert [path.name for path in out.iterdir()] == ["cells.json"]
 
 
 def test_what_is_in_the_file_of_constants_counts(tmp_path):

@@ -1,18 +1,32 @@
 """Grids of pools on live engines: the same requests, the same columns, A/A beside, and goes on where it was ended."""
 
+import asyncio
+import json
+from dataclasses import replace
+
 import pandas as pd
 import pytest
-from test_pool_runs import cluster_of_scripted_pools, impatient  # noqa: F401
+from test_pool_runs import ASKED, cluster_of_scripted_pools, impatient  # noqa: F401
 
 from astrolabe_lab import InputError, sweep
-from astrolabe_lab.disagg import studies
+from astrolabe_lab.cli import build_parser, main
+from astrolabe_lab.cost import StepCost, preset
+from astrolabe_lab.disagg import paper_world, saturation, studies
+from astrolabe_lab.engines.cluster_file import write_cluster
 from astrolabe_lab.generators import families
+from astrolabe_lab.serve.pools import search
 from astrolabe_lab.serve.pools import studies as live
+from astrolabe_lab.serve.pools.launch import PRESET, Handover
+from astrolabe_lab.serve.pools.world import World, settings_of
+from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.sweep.plan import planned
 
 WORLD = {"trace": "family:chat", "requests": 5, "pools": "1+2", "lengths": "noisy:0.3"}
+SLOPE_S = 2e-4
+CONFIG, COST = paper_world(SLOPE_S)
 GRID = sweep.Grid.of(
     {
-        "defaults": WORLD | {"qps": 40.0, "decode_slope_s": 2e-4},
+        "defaults": WORLD | {"qps": 40.0, "decode_slope_s": SLOPE_S},
         "grid": {
             "policy": ["round_robin", "marginal_cost"],
             "constants": ["calibrated", "paper-simulator"],
@@ -20,6 +34,10 @@ GRID = sweep.Grid.of(
         },
     }
 )
+TINY = f"""
+defaults: {{trace: "family:chat", requests: 4, pools: 1+2, qps: 40, decode_slope_s: {SLOPE_S}}}
+grid: {{policy: [round_robin], seed: [0]}}
+"""
 ONE = [[{"policy": "least_loaded", "qps": 1.0}]]
 
 
@@ -32,25 +50,215 @@ class Pools:
 def test_a_grid_runs_on_live_pools_with_the_requests_and_columns_of_the_simulator(tmp_path):
     folder, out, said = tmp_path / "pools", tmp_path / "out", []
     folder.mkdir()
-    with cluster_of_scripted_pools(folder):
+    with cluster_of_scripted_pools(folder, config=CONFIG):
         found = live.run(GRID, Pools(folder), out, say=said.append)
-        assert live.run(GRID, Pools(folder), out, say=said.append).equals(found)
-    assert len(said) == 2 * 6 and all(line.endswith(": kept") for line in said[6:])
-    assert found["policy"].value_counts().to_dict() == {
-        "round_robin": 2, "marginal_cost": 2, "round_robin (again)": 2,
-    }  # fmt: skip
+        assert len(said) == 6 + len(ASKED) and sum(line.startswith("gate ") for line in said) == len(ASKED)
+        assert live.run(GRID, folder, out, say=said.append).equals(found)
+    assert len(said) == 6 + len(ASKED) + 6 and all(line.endswith(": kept") for line in said[-6:])
+    names = ["round_robin", "round_robin (again)"]
+    assert found["policy"].tolist() == [*names, *names, "marginal_cost", "marginal_cost"]
+    assert found["constants"].tolist() == [
+        *["calibrated"] * 2,
+        *["paper-simulator"] * 2,
+        "calibrated",
+        "paper-simulator",
+    ]
     simulated = sweep.run(GRID, workers=1, progress=False)
     assert set(simulated.columns) - set(found.columns) == {"wall_s"} and found["valid"].dtype == bool
     requests = families.generate("chat", 5, seed=0, text=False)
-    for path in out.rglob("*.parquet"):
+    for path in out.glob("*/*.parquet"):
         kept = pd.read_parquet(path)
         assert kept["prompt_tokens"].equals(requests["prompt_tokens"]) and "predicted_tokens" in kept
     assert len(set(found["workload"])) == 1  # so that runs can be paired
     assert (found["n"] == 5).all() and (found["ok"] == 5).all() and set(found["source"]) == {"hardware"}
     even = found[found["policy"] == "round_robin"]["spread_requests"]
     assert even.tolist() == pytest.approx([0.2, 0.2])  # three and two of five
-    told = [path.read_text() for path in sorted(out.glob("*.json"))]
+    told = [path.read_text() for path in sorted(out.glob("qps*.json"))]
     assert len(told) == 2 and told[0] != told[1]
+
+
+@pytest.mark.slow
+def test_the_command_runs_a_grid_on_running_pools_and_goes_on_where_it_was_ended(tmp_path, capsys):
+    folder, out, grid = tmp_path / "pools", tmp_path / "out", tmp_path / "grid.yaml"
+    folder.mkdir()
+    grid.write_text(TINY)
+    words = ["sweep", str(grid), "--cluster", str(folder), "--out", str(out)]
+    with cluster_of_scripted_pools(folder, config=CONFIG):
+        assert main(words) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith("2 runs (0 made before) in ") and f"wrote {out}/summary.parquet" in said.out
+        assert "gate greedy: ok" in said.err and "block 1 of 1, cell 2 of 2, qps40-seed0--" in said.err
+        (out / "qps40-seed0-constants0" / "qps40-seed0--round_robin.parquet").unlink()
+        assert main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["runs"] == {"all": 2, "made": 1, "made_before": 1} and told["source"] == "hardware"
+    assert sweep.read(out)["policy"].tolist() == ["round_robin", "round_robin (again)"]
+    assert main(["sweep", str(grid), "--out", str(out)]) == 2
+    assert "holds the results of another run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--workers", "2"], ["--on", "ray"], ["--keep", "requests"], ["--mix"]])
+def test_what_is_of_simulated_runs_is_refused_on_running_pools(tmp_path, capsys, option):
+    assert main(["sweep", "grid.yaml", "--cluster", str(tmp_path), "--out", "out", *option]) == 2
+    assert f"{option[0]} is of simulated runs" in capsys.readouterr().err
+
+
+def written(folder, config=CONFIG, cost=COST, roles="pdd", world="emulated", handover=None):
+    """The folder of a cluster whose engines are nowhere."""
+    names = {"p": "prefill", "d": "decode", "-": None}
+    engines = [{"url": "http://127.0.0.1:9", "role": names[role]} for role in roles]
+    told = Handover().to_dict() if handover is None else handover
+    write_cluster(folder, engines, config, cost, 1.0, "m", "", world, told)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"roles": "ppd"}, "pools 2+1 (grid: 1+2); astrolabe launch --pools 1+2 --engine"),
+        ({"roles": "--"}, "has no pools"),
+        ({"config": replace(CONFIG, max_num_seqs=7)}, "engine.max_num_seqs 7 (grid: 256)"),
+        ({"cost": paper_world(4e-4)[1]}, "cost.decode.per_seq_s 0.0004 (grid: 0.0002)"),
+        ({"handover": {}}, "hand_off (None, None, None) (grid: (0.04,"),
+    ],
+)
+def test_pools_that_are_not_the_grids_are_refused_in_one_line(tmp_path, capsys, other, told):
+    (tmp_path / "grid.yaml").write_text(TINY)
+    written(tmp_path, **other)
+    words = ["sweep", str(tmp_path / "grid.yaml"), "--cluster", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert told in said and len(said.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+def world_of(grid):
+    return World.of(planned(grid)[0])
+
+
+def test_real_engines_have_steps_of_their_own_and_need_only_shape_and_flags(tmp_path):
+    world_of(GRID).require(written(tmp_path, cost=None, world="hardware"))
+    with pytest.raises(InputError, match="engine.max_num_seqs 7"):
+        world_of(GRID).require(written(tmp_path, replace(CONFIG, max_num_seqs=7), None, world="hardware"))
+
+
+KNOWN = preset(PRESET)
+STEEP = StepCost.parse("decode.per_seq_s=3e-4", KNOWN.cost)
+
+
+@pytest.mark.parametrize(
+    ("config", "cost", "told"),
+    [
+        (CONFIG, COST, {"decode_slope_s": SLOPE_S}),
+        (replace(CONFIG, max_num_seqs=64), COST, {"decode_slope_s": SLOPE_S, "engine.max_num_seqs": 64}),
+        (
+            CONFIG,
+            StepCost.parse("base_s=0.01,decode.per_seq_s=2e-4"),
+            {
+                "decode_slope_s": SLOPE_S,
+                "cost.decode.base_s": 0.01,
+                "cost.mixed.base_s": 0.01,
+                "cost.mixed.per_token_s": 0.0,
+                "cost.mixed.per_seq_s": 0.0,
+            },
+        ),
+        (EngineConfig.from_dict(KNOWN.engine), KNOWN.cost, {"preset": PRESET}),
+        (EngineConfig.from_dict(KNOWN.engine), STEEP, {"preset": PRESET, "cost.decode.per_seq_s": 3e-4}),
+    ],
+)
+def test_a_grid_with_the_settings_of_running_pools_is_theirs_and_its_command_starts_such(tmp_path, config, cost, told):
+    settings = settings_of(written(tmp_path, config, cost))
+    assert settings == {"pools": "1+2"} | told
+    world = world_of(sweep.Grid(ONE, WORLD | settings))
+    world.require(tmp_path)
+    args = build_parser().parse_args(world.command().split()[1:])
+    base = preset(args.preset or PRESET)
+    assert args.pools == "1+2" and StepCost.parse(args.cost, base.cost) == cost
+    assert EngineConfig.parse(args.engine, EngineConfig.from_dict(base.engine)) == config
+
+
+def test_a_hand_off_of_its_own_is_told_and_pools_like_that_are_started_from_python(tmp_path):
+    slow = Handover().to_dict() | {"latency_s": 0.2}
+    settings = settings_of(written(tmp_path, handover=slow))
+    assert settings["hand_off.base_s"] == 0.2
+    world = world_of(sweep.Grid(ONE, WORLD | settings))
+    world.require(tmp_path)
+    assert world.command() == "serve.pools.studies.launch_for"
+    written(tmp_path, CONFIG, StepCost.parse("base_s=0.01,mixed_grid=1/64*0*0.1/0.2"))
+    with pytest.raises(InputError, match=r"has cost\.\w+ of no preset"):
+        settings_of(tmp_path)
+
+
+def rushed(prefill, decode):
+    """Prefill takes far too long for what it is asked within 90 ms of the request before."""
+    for engine in prefill:
+        answer, last = engine._answer, [0.0]
+
+        async def late(http, body, answer=answer, last=last):
+            now = asyncio.get_running_loop().time()
+            gap_s, last[0] = now - last[0], now
+            if gap_s < 0.09:
+                await asyncio.sleep(0.6)
+            return await answer(http, body)
+
+        engine._answer = late
+
+
+@pytest.mark.slow
+def test_the_rate_of_mid_collapse_is_found_on_running_pools_and_the_search_goes_on(tmp_path):
+    folder, said = tmp_path / "pools", []
+    folder.mkdir()
+    settings = WORLD | {"requests": 6, "arrivals": "constant", "decode_slope_s": SLOPE_S}
+    given = {"seeds": [0], "start_qps": 8.0, "tolerance": 1.0, "rates": 5, "say": said.append}
+    with cluster_of_scripted_pools(folder, rushed, CONFIG):
+        anchor = search.find_rate(settings, folder, tmp_path / "out", **given)
+        assert sum(line.startswith("gate ") for line in said) == len(ASKED)
+        by_rate = anchor.probes.set_index("qps")["goodput_share"]
+        above, below = by_rate[by_rate >= 0.8].index.max(), by_rate[by_rate < 0.8].index.min()
+        assert below == 2 * above and anchor.qps in (above, below) and anchor.goodput == by_rate[anchor.qps]
+        assert set(anchor.probes["policy"]) == {"round_robin"} and "valid" in anchor.probes
+        said.clear()
+        again = search.find_rate(settings, folder, tmp_path / "out", **given)
+    assert again.qps == anchor.qps and again.probes.equals(anchor.probes)
+    assert not any(line.startswith("gate ") for line in said)
+
+
+def test_studies_of_running_pools_are_grids_that_run_there(tmp_path, capsys, monkeypatch):
+    folder, out, asked = tmp_path / "pools", tmp_path / "out", {}
+    folder.mkdir()
+    written(folder)
+    probes = pd.DataFrame({"valid": [True, False]})
+
+    def find(settings, pools, kept, **options):
+        asked.update(options, kept=kept, pools=settings["pools"], requests=settings["requests"])
+        return saturation.Anchor(11.0, 0.79, 0.7, 0.88, 0.8, probes)
+
+    monkeypatch.setattr(search, "find_rate", find)
+    words = ["studies", "--cluster", str(folder), "--out", str(out), "--requests", "5", "--rates", "4"]
+    assert main(words) == 0
+    assert asked | {"seeds": [*asked["seeds"]]} == {
+        "kept": out / "search", "pools": "1+2", "requests": 5, "rates": 4, "seeds": [0, 1],
+    }  # fmt: skip
+    said = capsys.readouterr().out
+    assert "keeps 79.0% [70.0%, 88.0%] of its targets at 11 requests" in said and "in 1 router or load" in said
+    for name in search.NAMES:
+        grid = sweep.Grid.load(out / f"{name}.yaml")
+        world_of(grid).require(folder)
+        assert grid.defaults["pools"] == "1+2" and {cell.settings["seed"] for cell in grid.cells()} == {0, 1, 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--rates", "4"], "--rates is of a search on running pools: give --cluster DIR too"),
+        (["--start-qps", "4"], "--start-qps is of a search on running pools"),
+        (["--cluster", "HERE", "--workers", "2"], "--workers is of simulated runs"),
+        (["--cluster", "HERE", "--studies", "width"], "no study of one set of pools is called width; there are bursty"),
+    ],
+)
+def test_options_of_the_other_search_are_refused(tmp_path, capsys, words, told):
+    given = [str(written(tmp_path)) if word == "HERE" else word for word in words]
+    assert main(["studies", "--out", str(tmp_path / "out"), *given]) == 2
+    assert told in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -62,6 +270,8 @@ def test_a_grid_runs_on_live_pools_with_the_requests_and_columns_of_the_simulato
         (studies.leak({4e-4: 14.0}, [0], 5), "differ in signals"),
         (sweep.Grid(ONE, WORLD | {"signals": "leaked"}), "no live router"),
         (sweep.Grid(ONE, WORLD | {"service": "serial"}), "keep vLLM's schedule"),
+        (sweep.Grid(ONE, WORLD | {"poll_s": 1.0}), "poll_s=1 is of the simulator alone"),
+        (sweep.Grid(ONE, WORLD | {"hand_off.lease_s": 5.0}), "leave out lease_s"),
         (sweep.Grid(ONE, {"trace": "family:chat", "requests": 5, "instances": 2}), "give pools"),
     ],
 )

@@ -4,38 +4,75 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from astrolabe_lab.cli.values import whole
+from astrolabe_lab.cli.values import number, whole
 from astrolabe_lab.disagg.definitions import NAMES, make, write
+from astrolabe_lab.errors import InputError
 
 SUMMARY = "write the studies of prefill and decode pools as grids for `astrolabe sweep`"
 EXAMPLE = "astrolabe studies --out outputs/studies && astrolabe sweep outputs/studies/bursty.yaml --out outputs/bursty"
 DETAILS = (
     "A study is driven at the rates where round robin is in mid-collapse, at three decode slopes. They depend on how "
-    "long the runs are, so they are searched for first, which takes minutes at full size. The studies: "
-    + ", ".join(NAMES)
-    + "."
+    "long the runs are, so they are searched for first, which takes minutes at full size. With --cluster one rate is "
+    "searched on running emulated pools, and studies of these are written; every run is kept in DIR/search, and the "
+    "same command goes on where it was ended. The studies: " + ", ".join(NAMES) + "."
 )
+SIMULATED = {"requests": 10_000, "seeds": 10}
+LIVE = {"requests": 200, "seeds": 3}
+ONLY_LIVE = ("rates", "start_qps")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Give the parser the options of ``studies``."""
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the files, NAME.yaml each")
-    parser.add_argument("--studies", default=",".join(NAMES), metavar="NAME,...", help="some of them (default: all)")
-    parser.add_argument("--requests", type=whole(1), default=10_000, metavar="N", help="of a run (default: 10000)")
-    parser.add_argument("--seeds", type=whole(1), default=10, metavar="N", help="seeds 0 .. N-1 (default: 10)")
-    parser.add_argument("--search-seeds", type=whole(1), default=2, metavar="N", help="of the search (default: 2)")
-    parser.add_argument("--workers", type=whole(1), metavar="N", help="runs at once in the search (one a core)")
+    add = parser.add_argument
+    add("--out", required=True, metavar="DIR", help="folder for the files, NAME.yaml each")
+    add("--studies", metavar="NAME,...", help="some of them (default: all; with --cluster those of one set of pools)")
+    add("--requests", type=whole(1), metavar="N", help="of a run (default: 10000; with --cluster 200)")
+    add("--seeds", type=whole(1), metavar="N", help="seeds 0 .. N-1 (default: 10; with --cluster 3)")
+    add("--search-seeds", type=whole(1), default=2, metavar="N", help="of the search (default: 2)")
+    add("--workers", type=whole(1), metavar="N", help="runs at once in the search (one a core)")
+    add("--cluster", metavar="DIR", help="folder of pools that astrolabe launch --pools started: search on these")
+    add("--rates", type=whole(2), metavar="N", help="with --cluster: tried at most (default: 8)")
+    add("--start-qps", type=number(above=0), metavar="QPS", help="with --cluster: the first rate (default: 8)")
 
 
 def studies(args: argparse.Namespace) -> tuple[dict, str]:
     """Search the rates and write the grids; return the record and what a person reads. Raises InputError."""
-    names = [name.strip() for name in args.studies.split(",") if name.strip()]
-    grids = make(
-        names, args.requests, range(args.seeds), range(args.search_seeds), workers=args.workers,
-        say=lambda line: print(line, file=sys.stderr, flush=True),
-    )  # fmt: skip
+    if args.cluster and args.workers:
+        raise InputError("--workers is of simulated runs: pools that run take one run at a time")
+    if not args.cluster and (given := [name for name in ONLY_LIVE if getattr(args, name)]):
+        raise InputError(f"--{given[0].replace('_', '-')} is of a search on running pools: give --cluster DIR too")
+    names = None if args.studies is None else [name.strip() for name in args.studies.split(",") if name.strip()]
+    requests, seeds = (
+        getattr(args, name) or (LIVE if args.cluster else SIMULATED)[name] for name in ("requests", "seeds")
+    )
+    if args.cluster:
+        grids, record, lines = _live(args, names, requests, seeds)
+    else:
+        grids = make(
+            names or NAMES, requests, range(seeds), range(args.search_seeds), workers=args.workers,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
+        )  # fmt: skip
+        record, lines = {}, []
     paths = write(grids, args.out)
     runs = {name: len(grid) for name, grid in grids.items()}
-    lines = [f"{path}: {len(grid):,} runs" for path, grid in zip(paths, grids.values(), strict=True)]
-    return {"files": [str(path) for path in paths], "runs": runs}, "\n".join(lines)
+    lines += [f"{path}: {len(grid):,} runs" for path, grid in zip(paths, grids.values(), strict=True)]
+    return {"files": [str(path) for path in paths], "runs": runs} | record, "\n".join(lines)
+
+
+def _live(args, names, requests: int, seeds: int) -> tuple[dict, dict, list[str]]:
+    """(the grids, the record's entry of their rate, lines for people)."""
+    from astrolabe_lab.serve.pools import search
+
+    given = {name: getattr(args, name) for name in ONLY_LIVE if getattr(args, name)}
+    grids, anchor = search.make(
+        names or search.NAMES, args.cluster, Path(args.out) / "search", requests, range(seeds),
+        range(args.search_seeds), **given,
+    )  # fmt: skip
+    invalid = int((~anchor.probes["valid"]).sum())
+    told = {name: getattr(anchor, name) for name in ("qps", "goodput", "low", "high")}
+    around = f" [{anchor.low:.1%}, {anchor.high:.1%}]" * (args.search_seeds > 1)
+    line = f"round robin keeps {anchor.goodput:.1%}{around} of its targets at {anchor.qps:.4g} requests a second, found"
+    line += f" in {len(anchor.probes)} runs" + f"; in {invalid} router or load generator fell behind" * bool(invalid)
+    return grids, {"anchor": told | {"runs": len(anchor.probes), "invalid": invalid}}, [line]

@@ -1,4 +1,4 @@
-"""``astrolabe sweep``: a grid of simulated runs, kept as they end."""
+"""``astrolabe sweep``: a grid of runs, simulated or on running pools, kept as they end."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from astrolabe_lab.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-SUMMARY = "make a grid of simulated runs on all cores or a Ray cluster"
+SUMMARY = "make a grid of runs: simulated, on all cores or a Ray cluster, or on running pools"
 EXAMPLE = "astrolabe sweep GRID.yaml --out outputs/grid"
 DETAILS = (
     "GRID.yaml has the sections defaults (the same for every run), grid (lists: every combination), zip (lists walked "
     "in step), cells (settings run by run) and exclude; --keys lists what can be set. Each run is kept as it ends: "
-    "the same command goes on where it was ended, and makes only what is new of a grid that has grown."
+    "the same command goes on where it was ended, and makes only what is new of a grid that has grown. With --cluster "
+    "the runs are made one by one on the pools that run there, which must be the grid's, with the first policy once "
+    "more (A/A), after gates: every pair of engines warm, exact and alike."
 )
 EXAMPLE_GRID = """
 defaults: {trace: sharegpt_like, requests: 2000, lengths: "noisy:0.25"}
@@ -28,6 +30,8 @@ grid:
 """
 
 SHOWN = 40  # rows of the table
+MEASURED = ("ttft_p99_s", "e2e_mean_s", "throughput_rps", "goodput_share", "preemptions")
+SIMULATED = {"on": "local", "workers": None, "keep": "summary", "mix": False, "retries": 2, "dry_run": False}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog += "\nwith, for example, this GRID.yaml:" + EXAMPLE_GRID.replace("\n", "\n  ").rstrip()
     parser.add_argument("grid", metavar="GRID.yaml", nargs="?", help="the grid")
     parser.add_argument("--out", metavar="DIR", help="folder that keeps the runs, summary.parquet and run.json")
+    parser.add_argument(
+        "--cluster", metavar="DIR", help="folder of pools that astrolabe launch --pools started: run the grid on these"
+    )
     parser.add_argument(
         "--on", default="local", metavar="WHERE", help="local (the default), ray, or a cluster's ray://HOST:PORT"
     )
@@ -54,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sweep(args: argparse.Namespace) -> tuple[dict, str]:
-    """Make the runs; return the record and what a person reads. Raises InputError, CrewError, StoreError."""
+    """Make the runs; return the record and what a person reads. Raises InputError, CrewError, StoreError, GateError."""
     from astrolabe_lab import sweep
 
     if args.keys:
@@ -64,6 +71,11 @@ def sweep(args: argparse.Namespace) -> tuple[dict, str]:
         return {"keys": [*keys.PLAIN, *keys.others(), *dotted]}, keys.described()
     if args.grid is None:
         raise InputError("the grid is missing: astrolabe sweep GRID.yaml --out DIR (see astrolabe sweep --help)")
+    if args.cluster and (given := [name for name, value in SIMULATED.items() if getattr(args, name) != value]):
+        raise InputError(
+            f"--{given[0].replace('_', '-')} is of simulated runs: on running pools (--cluster) they are made one by "
+            "one, and all is kept"
+        )
     if args.dry_run:
         found = sweep.estimate(args.grid, args.workers)
         return found, (
@@ -74,21 +86,39 @@ def sweep(args: argparse.Namespace) -> tuple[dict, str]:
     if not args.out:
         raise InputError("--out is missing: the folder that keeps the runs (or --dry-run, to look at the grid only)")
     began = time.perf_counter()
-    frame = sweep.run(
-        args.grid, args.out, on=args.on, workers=args.workers, keep=args.keep, mix=args.mix, retries=args.retries
-    )
+    frame = (_live if args.cluster else _simulated)(args)
     wall_s = time.perf_counter() - began
     summary = Path(args.out) / "summary.parquet"
     runs = sweep.read(args.out).attrs["sweep"]["runs"]
     record = {"out": args.out, "summary": str(summary), "rows": len(frame), "runs": runs}
     text = f"{len(frame):,} runs ({runs['made_before']:,} made before) in {_span(wall_s)}"
-    if len(codes := sorted(set(frame["code"]))) > 1:
+    codes = sorted(set(frame["code"])) if "code" in frame else []
+    if len(codes) > 1:
         text += f"\nrows of {len(codes)} versions of the code, told apart by the column code: {', '.join(codes)}"
+    sound = frame[frame["valid"]] if "valid" in frame else frame
+    if invalid := len(frame) - len(sound):
+        text += f"\n{invalid:,} of them do not count (column valid): router or load generator fell behind"
     if same_requests(frame):
         text += "\nall seeds have the same requests at the same times: they differ in the router's luck alone (sample: "
         text += "permute or resample, or arrivals that are drawn, make them differ)"
-    text += f"\n\n{_table(frame)}\nwrote {summary}"
-    return record | {"codes": codes, "source": "simulated", "wall_s": wall_s}, text
+    text += f"\n\n{_table(sound)}" * bool(len(sound)) + f"\nwrote {summary}"
+    told = {"codes": codes, "invalid": invalid, "source": frame["source"].iloc[0], "wall_s": wall_s}
+    return record | told, text
+
+
+def _simulated(args: argparse.Namespace) -> pd.DataFrame:
+    from astrolabe_lab.sweep import run
+
+    return run(
+        args.grid, args.out, on=args.on, workers=args.workers, keep=args.keep, mix=args.mix, retries=args.retries
+    )
+
+
+def _live(args: argparse.Namespace) -> pd.DataFrame:
+    from astrolabe_lab.serve.pools.studies import run
+    from astrolabe_lab.sweep import Grid
+
+    return run(Grid.given(args.grid), args.cluster, args.out)
 
 
 def same_requests(frame: pd.DataFrame) -> bool:
@@ -99,7 +129,7 @@ def same_requests(frame: pd.DataFrame) -> bool:
 
 def _table(frame: pd.DataFrame) -> str:
     """Means over seeds, a row for everything else that varies: as many rows as a screen holds."""
-    measured = [name for name in ("ttft_p99_s", "e2e_mean_s", "throughput_rps", "preemptions") if name in frame]
+    measured = [name for name in MEASURED if name in frame]
     varied = list(frame.columns[frame.columns.get_loc("policy") : frame.columns.get_loc("n")])
     by = [name for name in varied if name != "seed" and (name == "policy" or frame[name].astype(str).nunique() > 1)]
     groups = frame.groupby([frame[name].astype(str) if name not in ("policy", "qps") else frame[name] for name in by])

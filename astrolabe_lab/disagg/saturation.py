@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,61 +29,102 @@ class Anchor:
     probes: pd.DataFrame = field(repr=False)
 
 
-def find(
-    settings: Mapping[str, object],
+def crossing(
+    goodput: Callable[[float], float],
     *,
     target: float = TARGET,
-    policy: str = "round_robin",
-    seeds: Sequence[int] = (0, 1, 2),
     start_qps: float = 8.0,
     tolerance: float = 0.02,
-    workers: int | None = 1,
-) -> Anchor:
-    """The Anchor of ``settings`` (a grid's defaults: trace, pools, requests, ...), by bisection with repeats.
+    rates: int | None = None,
+    policy: str = "round_robin",
+) -> float:
+    """Of two rates on both sides of ``target`` and ``tolerance`` apart, the one whose goodput share is next to it.
 
-    Rates double or halve from ``start_qps`` until they lie on both sides of ``target``, then halve the gap until it is
-    ``tolerance`` of the rate; every rate is run at each seed. Raises InputError for a target outside (0, 1), a
-    tolerance or first rate that is not > 0, no seeds, and where no rate up to 4,096 a second crosses the target.
+    ``goodput``: the share at a rate, which falls as rates grow; it is asked once a rate. Rates double or halve from
+    ``start_qps`` until they lie on both sides, then halve the gap; ``rates``: at most so many, then the gap is as it
+    is. Raises InputError for a target outside (0, 1), a tolerance or first rate that is not > 0, fewer than two rates,
+    and where no rate up to 4,096 a second, or none of those tried, crosses the target.
     """
-    import pandas as pd
-
-    from astrolabe_lab import measure, sweep
-
     if not isinstance(target, (int, float)) or not 0 < target < 1:
         raise InputError(f"target={target!r} must be a goodput share between 0 and 1, such as 0.8")
     for name, value in (("tolerance", tolerance), ("start_qps", start_qps)):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not 0 < value < math.inf:
             raise InputError(f"{name}={value!r} must be a finite number > 0")
-    if not seeds:
-        raise InputError("seeds are none: give one at least, such as (0, 1, 2)")
-    seen: dict[float, pd.DataFrame] = {}
+    if rates is not None and (isinstance(rates, bool) or not isinstance(rates, int) or rates < 2):
+        raise InputError(f"rates={rates!r} must be a whole number >= 2: one on each side of the target")
+    seen: dict[float, float] = {}
 
-    def goodput(qps: float) -> float:
+    def keeps(qps: float) -> bool:
         if qps not in seen:
-            grid = {"defaults": {**settings, "policy": policy, "qps": qps}, "grid": {"seed": [*seeds]}}
-            seen[qps] = sweep.run(grid, workers=workers, progress=False)
-        return float(seen[qps]["goodput_share"].mean())
+            if len(seen) == rates:
+                raise InputError(
+                    f"{policy} crosses {target:.0%} at none of the {rates} rates tried, {min(seen):g} to "
+                    f"{max(seen):g} requests a second: start elsewhere, or try more"
+                )
+            seen[qps] = goodput(qps)
+        return seen[qps] >= target
 
     low = high = float(start_qps)
-    if goodput(low) >= target:
-        while goodput(high) >= target:
+    if keeps(low):
+        while keeps(high):
             low, high = high, 2 * high
             if high > MOST_QPS:
                 raise InputError(
                     f"{policy} keeps {target:.0%} up to {low:g} requests a second: it never collapses here"
                 )
     else:
-        while goodput(low) < target:
+        while not keeps(low):
             low, high = low / 2, low
             if low < 1 / MOST_QPS:
                 raise InputError(f"{policy} keeps less than {target:.0%} at any rate: the targets are out of reach")
-    while high / low > 1 + tolerance:
+    while high / low > 1 + tolerance and len(seen) != rates:
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if goodput(middle) >= target else (low, middle)
-    qps = min((low, high), key=lambda rate: abs(goodput(rate) - target))
-    mean, below, above = measure.interval(seen[qps]["goodput_share"], 0.95, "auto")
-    return Anchor(qps, float(mean), float(below), float(above), target, pd.concat(seen.values(), ignore_index=True))
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return min((low, high), key=lambda rate: abs(seen[rate] - target))
+
+
+def search(runs: Callable[[float], pd.DataFrame], *, target: float = TARGET, **options: object) -> Anchor:
+    """The Anchor of a policy whose runs at a rate are the rows of ``runs(qps)``, one a seed; ``options`` go to
+    ``crossing``."""
+    import pandas as pd
+
+    from astrolabe_lab import measure
+
+    probes: dict[float, pd.DataFrame] = {}
+
+    def goodput(qps: float) -> float:
+        probes[qps] = runs(qps)
+        return float(probes[qps]["goodput_share"].mean())
+
+    qps = crossing(goodput, target=target, **options)
+    mean, low, high = measure.interval(probes[qps]["goodput_share"], 0.95, "auto")
+    return Anchor(qps, float(mean), float(low), float(high), target, pd.concat(probes.values(), ignore_index=True))
+
+
+def at_rate(settings: Mapping[str, object], policy: str, qps: float, seeds: Sequence[int]) -> dict[str, dict]:
+    """The grid of one step of a search. Raises InputError for no seeds."""
+    if not seeds:
+        raise InputError("seeds are none: give one at least, such as (0, 1, 2)")
+    return {"defaults": {**settings, "policy": policy, "qps": qps}, "grid": {"seed": [*seeds]}}
+
+
+def find(
+    settings: Mapping[str, object],
+    *,
+    policy: str = "round_robin",
+    seeds: Sequence[int] = (0, 1, 2),
+    workers: int | None = 1,
+    **options: object,
+) -> Anchor:
+    """The Anchor of ``settings`` (a grid's defaults: trace, pools, requests, ...), simulated at each seed at every
+    rate. ``options`` (target, start_qps, tolerance, rates) are those of ``crossing``, and so is what it raises."""
+    from astrolabe_lab import sweep
+
+    def runs(qps: float) -> pd.DataFrame:
+        return sweep.run(at_rate(settings, policy, qps, seeds), workers=workers, progress=False)
+
+    return search(runs, policy=policy, **options)
 
 
 def anchors(

@@ -18,7 +18,8 @@ CLUSTER_FILE = "cluster.json"
 @dataclass(frozen=True)
 class ClusterFile:
     """``engines``: of each its url, role, place and the files of its status, steps, pace and log; ``cost``: None where
-    it is not known; ``tokenizer``: the served model's folder or hub name."""
+    it is not known; ``tokenizer``: the served model's folder or hub name; ``handover``: of emulated pools, as
+    ``serve.pools.launch.Handover.to_dict`` tells it."""
 
     engines: list[dict]
     config: EngineConfig
@@ -27,12 +28,14 @@ class ClusterFile:
     model: str
     tokenizer: str
     world: str
+    handover: dict | None = None
 
 
-def write_cluster(folder: Path, engines, config, cost, time_scale, model, tokenizer, world) -> None:
+def write_cluster(folder: Path, engines, config, cost, time_scale, model, tokenizer, world, handover=None) -> None:
     record = {
         "version": VERSION, "world": world, "model": model, "tokenizer": str(tokenizer), "time_scale": time_scale,
         "engine": asdict(config), "cost": cost and cost.to_dict(), "engines": engines,
+        "handover": handover,
     }  # fmt: skip
     unfinished = folder / (CLUSTER_FILE + ".new")
     unfinished.write_text(json.dumps(record, indent=1))
@@ -54,7 +57,7 @@ def read_cluster(folder: str | Path) -> ClusterFile:
             raise InputError(f"cluster {str(folder)!r}: version {raw['version']!r} where {VERSION} is understood")
         return ClusterFile(
             raw["engines"], EngineConfig(**raw["engine"]), raw["cost"] and StepCost.from_dict(raw["cost"]),
-            float(raw["time_scale"]), raw["model"], raw["tokenizer"], raw["world"],
+            float(raw["time_scale"]), raw["model"], raw["tokenizer"], raw["world"], raw.get("handover"),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):

@@ -26,7 +26,8 @@ class Cluster:
     """Running engines. A context manager: leaving it ends them.
 
     ``config``: the flags they run with; ``cost``: of a step, None for real engines until one is known
-    (``set_cost``); ``model``: its name at the engines; ``tokenizer``: a folder or hub name.
+    (``set_cost``); ``model``: its name at the engines; ``tokenizer``: a folder or hub name; ``handover``: of emulated
+    pools, as ``cluster.json`` tells it.
     """
 
     engines: list[Engine]
@@ -37,6 +38,7 @@ class Cluster:
     time_scale: float
     model: str
     tokenizer: str
+    handover: dict | None = None
     temporary: bool = False  # the folder goes when all went well
     supervisor: Supervisor | None = field(default=None, repr=False)
 
@@ -74,7 +76,7 @@ class Cluster:
         """Write ``cluster.json``, from which routers and load generators learn of the cluster."""
         write_cluster(
             self.folder, self.describe()["engines"], self.config, self.cost, self.time_scale, self.model,
-            self.tokenizer, self.world,
+            self.tokenizer, self.world, self.handover,
         )  # fmt: skip
 
     def set_cost(self, cost: StepCost) -> None:

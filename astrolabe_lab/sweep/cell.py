@@ -168,7 +168,7 @@ def measure(run: Run, trace: pd.DataFrame) -> tuple[dict[str, object], pd.DataFr
     began = time.perf_counter()
     results = simulate(trace, policy, seed=run.seed, **run.options)
     wall_s = time.perf_counter() - began
-    row = {"qps": _own_rate(trace["arrived_s"]) if run.qps is None else run.qps}
+    row = {"qps": own_rate(trace["arrived_s"]) if run.qps is None else run.qps}
     row |= summarise(results, by=[], slo=slo).to_dict("records")[0]
     if in_pools:
         row |= pools.spread(results, run.options["pools"][1])
@@ -188,7 +188,7 @@ def row_of(cell: Cell, summary: Mapping[str, object]) -> dict[str, object]:
     return named | dict(cell.columns) | {name: value for name, value in summary.items() if name != "qps"}
 
 
-def _own_rate(arrived_s: pd.Series) -> float:
+def own_rate(arrived_s: pd.Series) -> float:
     """Requests a second over the span of the arrivals, as `arrivals.with_arrivals` scales it; NaN without one."""
     span_s = arrived_s.iloc[-1] - arrived_s.iloc[0]
     return (len(arrived_s) - 1) / span_s if span_s > 0 else math.nan

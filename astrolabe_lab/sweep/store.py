@@ -181,7 +181,7 @@ class Store:
     def _save_requests(self, key: str, results: pd.DataFrame) -> None:
         path = self.requests_file(key)
         path.parent.mkdir(exist_ok=True)
-        _whole(results, path)
+        write_frame(results, path)
 
     def _append(self, text: str) -> None:
         path = self.folder / RUNS
@@ -219,11 +219,12 @@ class Store:
         """Write the frame of the sweep, and say in run.json how many rows it has."""
         path = self.folder / SUMMARY
         with self._writing():
-            _whole(summary, path)
+            write_frame(summary, path)
         return path
 
 
-def _whole(frame: pd.DataFrame, path: Path) -> None:
+def write_frame(frame: pd.DataFrame, path: Path) -> None:
+    """Write the frame so that ``path`` holds all of it or what it held before, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     plain = frame.copy(deep=False)
     plain.attrs = {}

@@ -7,10 +7,12 @@ import sys
 import time
 from contextlib import contextmanager
 
+import pandas as pd
 import pytest
 
 from astrolabe_lab import arrivals, bench, length
 from astrolabe_lab.calibrate import Transfer
+from astrolabe_lab.cli import main
 from astrolabe_lab.generators import sharegpt_like
 from astrolabe_lab.serve.pools.gates import check_pools, failed_transfers
 from astrolabe_lab.serve.pools.launch import Handover, launch_pools, of_role
@@ -87,6 +89,26 @@ def test_emulated_pools_pass_their_gates_and_lose_nothing(emulated, tmp_path):
     assert len(noted) == len(trace) and all(each["ok"] for each in noted)
     for each in noted:  # no transfer is faster than the model of it
         assert each["seconds"] > 0.99 * (0.02 + 5e-4 * each["blocks"])
+
+
+def test_a_grid_runs_on_emulated_pools_from_the_command_line(emulated, tmp_path, capsys):
+    grid, out = tmp_path / "grid.yaml", tmp_path / "out"
+    grid.write_text(
+        "defaults: {trace: family:chat, requests: 10, qps: 4, seed: 0, pools: 1+2, preset: llama2-7b-a30,\n"
+        "  policy: round_robin, hand_off: {base_s: 0.02, per_block_s: 5.0e-4}}\n"
+    )
+    words = ["sweep", str(grid), "--out", str(out), "--cluster", str(emulated.folder)]
+    assert main(words) == 0
+    assert "this says nothing of what is in the blocks" in capsys.readouterr().err
+    rows = pd.read_parquet(out / "summary.parquet")
+    assert rows["policy"].tolist() == ["round_robin", "round_robin (again)"] and (rows["ok"] == 10).all()
+    assert set(rows["source"]) == {"emulated"} and rows["workload"].nunique() == 1
+    for path in out.glob("*/*.parquet"):
+        gates = pd.read_parquet(path).attrs["astrolabe"]["pool_gates"]
+        assert len(gates) == 6 and all(each["ok"] for each in gates)
+    grid.write_text(grid.read_text().replace("0.02", "0.04"))
+    assert main(words) == 2
+    assert "hand_off (0.02, 0.0005, 0.0) (grid: (0.04, 0.0005, 0.0))" in capsys.readouterr().err
 
 
 def test_blocks_that_expired_are_computed_again_and_a_client_that_left_leaves_none(emulated):

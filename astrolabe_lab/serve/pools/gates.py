@@ -4,6 +4,9 @@ pairs     every prefill engine has handed blocks to every decode engine, twice (
           measure of the others), and the blocks were used where the engines count that
 exact     through every pair an answer has exactly the tokens asked for
 greedy    through every pair the answer is, token by token, that of a decode engine that computed the prompt itself
+
+Emulated engines are asked all of them, but the tokens that they answer follow from a prompt's length and a token's
+place alone: ``greedy`` then tells that none is lost or said twice, and nothing of what is in the blocks.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ GATES = ("pairs", "exact", "greedy")
 FOUND = "external_prefix_cache_hits_total"  # tokens that a decode engine took from elsewhere
 FAILED = "nixl_num_failed_transfers_total"
 PROMPTS, ANSWER = (40, 200), 16
+BLIND = "; emulated tokens follow from lengths and places: this says nothing of what is in the blocks"
 
 
 @dataclass
@@ -50,10 +54,12 @@ class PairClient:
 
 
 async def check_pools(
-    prefill: Sequence[str], decode: Sequence[str], model: str, time_scale: float = 1.0, say=None, isolation=True
-) -> list[Verdict]:
+    prefill: Sequence[str], decode: Sequence[str], model: str, time_scale: float = 1.0, say=None, isolation=True,
+    emulated=False,
+) -> list[Verdict]:  # fmt: skip
     """Verdicts on the pools at these URLs: those of ``bench.gates`` on every engine by itself (idle, warm_up and, with
-    ``isolation``, prefix_reset), then GATES on every pair. ``say`` gets each as it is reached."""
+    ``isolation``, prefix_reset), then GATES on every pair. ``say`` gets each as it is reached; ``emulated`` engines'
+    verdicts say what theirs are worth."""
     import aiohttp
 
     own = ("idle", "warm_up", "prefix_reset") if isolation else ("idle", "warm_up")
@@ -67,7 +73,8 @@ async def check_pools(
         pairs = [PairClient(p, d) for p in pools[0] for d in pools[1]]
         for name in GATES:
             try:
-                verdict = Verdict(name, *await CHECKS[name](pairs, *pools))
+                ok, detail = await CHECKS[name](pairs, *pools)
+                verdict = Verdict(name, ok, detail + BLIND * (emulated and name == "greedy"))
             except EngineTrouble as trouble:
                 verdict = Verdict(name, False, str(trouble))
             verdicts.append(verdict)

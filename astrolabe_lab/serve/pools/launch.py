@@ -45,6 +45,11 @@ class Handover:
         if not self.expiry_s > 0:
             raise InputError(f"expiry_s={self.expiry_s!r} must be a number of seconds > 0")
 
+    def to_dict(self) -> dict[str, float]:
+        """The numbers that emulated engines are told, by name."""
+        times = {"latency_s": self.transfer.latency_s, "per_block_s": self.transfer.per_block_s}
+        return times | {"expiry_s": self.expiry_s, "fail_share": self.fail_share}
+
 
 def launch_pools(prefill: int, decode: int, *, handover: Handover = Handover(), world="emulated", **options) -> Cluster:
     """A running Cluster whose first ``prefill`` engines have the role prefill and the others decode.
@@ -61,6 +66,7 @@ def launch_pools(prefill: int, decode: int, *, handover: Handover = Handover(), 
         options["preset"] = PRESET
 
     def prepare(cluster: Cluster) -> None:
+        cluster.handover = handover.to_dict() if world == "emulated" else None
         for engine in cluster.engines:
             engine.role = ROLES[engine.index >= prefill]
             connect = _emulated if world == "emulated" else _nixl
@@ -93,14 +99,9 @@ def _nixl(engine: Engine, cluster: Cluster, handover: Handover) -> None:
 
 
 def _emulated(engine: Engine, cluster: Cluster, handover: Handover) -> None:
-    extra = {
-        "port": free_port(),
-        "latency_s": handover.transfer.latency_s,
-        "per_block_s": handover.transfer.per_block_s,
-        "expiry_s": handover.expiry_s,
-        "time_scale": cluster.time_scale,
-        "fail_share": handover.fail_share if engine.role == "decode" else 0.0,
-    }
+    extra = {"port": free_port(), "time_scale": cluster.time_scale, **handover.to_dict()}
+    if engine.role == "prefill":
+        extra["fail_share"] = 0.0
     config = {
         "kv_connector": "EmulatedConnector",
         "kv_connector_module_path": "astrolabe_lab.serve.pools.connector",

@@ -1,6 +1,7 @@
 """Runs on live pools that can be compared: isolated, interleaved at random, beside A/A, and resumable.
 
-Every cell (a policy on a trace) starts with its gates: engines idle, prefix caches emptied and a probe that proves it.
+The first cell that is not there yet waits for the gates of the pools (``gates.check_pools``); every cell (a policy on a
+trace) starts with its own: engines idle, prefix caches emptied and a probe that proves it.
 A block of cells is one trace under every policy, and under the first of them once more (the A/A cell); blocks and the
 cells in them come in random order, so that what drifts meanwhile favours nobody. A cell that has ended is not run
 again; one that was broken off goes on with the requests it still lacks.
@@ -15,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,17 +50,44 @@ class Cell:
         return f"{self.trace}--{clean}"
 
 
-def plan(policies: list[str], traces: list[str], seed: int = 0) -> list[Cell]:
-    """All cells in the order they are run: every trace under every policy, and under the first of them twice."""
+def plan(policies: list[str], traces: list[str], seed: int = 0, again: bool = True) -> list[Cell]:
+    """All cells in the order they are run: every trace under every policy, and ``again`` under the first of them."""
     if not policies or not traces or len(set(policies)) < len(policies) or len(set(traces)) < len(traces):
         raise InputError("policies and traces must be lists of distinct names, with one each at least")
     rng = stream(seed, "order of cells")
     blocks = []
     for trace in traces:
         block = [Cell(policy, trace, seed, policy) for policy in policies]
-        block.append(Cell(policies[0], trace, seed + 1, f"{policies[0]} ({AGAIN})"))
+        if again:
+            block.append(Cell(policies[0], trace, seed + 1, f"{policies[0]} ({AGAIN})"))
         blocks.append([block[j] for j in rng.permutation(len(block))])
     return [cell for j in rng.permutation(len(blocks)) for cell in blocks[j]]
+
+
+def tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def gates_of(cluster: str | Path, say: Callable[[str], None]) -> Callable[[], list[dict]]:
+    """Gives the verdicts on the running pools of the folder ``cluster``, which it asks for when it is called first.
+
+    Calling it raises GateError where a gate does not hold.
+    """
+    from astrolabe_lab import bench
+    from astrolabe_lab.engines.cluster_file import read_cluster
+    from astrolabe_lab.serve.pools.gates import check_pools
+    from astrolabe_lab.serve.pools.launch import ROLES, of_role
+
+    @cache
+    def verdicts() -> list[dict]:
+        pools = read_cluster(cluster)
+        urls = ([engine["url"] for engine in of_role(pools, role)] for role in ROLES)
+        told = {"say": lambda verdict: say(f"gate {verdict}"), "emulated": pools.world == "emulated"}
+        found = asyncio.run(check_pools(*urls, pools.model, pools.time_scale, **told))
+        bench.require(found)
+        return [asdict(one) for one in found]
+
+    return verdicts
 
 
 def run_cells(
@@ -68,14 +97,17 @@ def run_cells(
     out: str | Path,
     constants: list[str],
     load: Callable | None = None,
-    say: Callable[[str], None] | None = None,
+    say: Callable[[str], None] = tell,
+    gates: Callable[[], list[dict]] | None = None,
 ):
     """One frame of all cells' requests, with ``cell`` and ``policy``; files in ``out``: a frame and a journal a cell.
 
     ``cluster``: the folder of running pools; ``traces``: frames by name; ``constants``: the options that tell
     ``astrolabe route`` what to price with, like ``["--calibration", "C.json"]``; ``load``: how a cell's trace is sent
-    (cell -> ``bench.Load``). Raises InputError for a trace that is missing, or ``out`` holding runs of other cells,
-    traces, constants, engines or load; GateError where engines cannot be isolated.
+    (cell -> ``bench.Load``); ``gates``: of these pools, where several calls share one asking (``gates_of``). What the
+    gates found is in each frame's record: ``pool_gates``, of all pools before the first cell, and ``gates``, the cell's
+    own. Raises InputError for a trace that is missing, or ``out`` holding runs of other cells, traces, constants,
+    engines or load; GateError where a gate does not hold.
     """
     import pandas as pd
 
@@ -83,7 +115,6 @@ def run_cells(
     from astrolabe_lab.engines.cluster_file import read_cluster
     from astrolabe_lab.result import save
 
-    say = say or (lambda line: print(line, file=sys.stderr, flush=True))
     if missing := sorted({cell.trace for cell in cells} - set(traces)):
         raise InputError(f"no trace is called {', '.join(missing)}; there are {', '.join(traces)}")
     pools, out = read_cluster(cluster), Path(out)
@@ -94,6 +125,7 @@ def run_cells(
     }
     port = _claim(out, _identity(pools, cells, traces, constants, loads))
     engines = [engine["url"] for engine in pools.engines]
+    gates = gates or gates_of(cluster, say)
     frames = []
     for number, cell in enumerate(cells, 1):
         path = out / f"{cell.name}.parquet"
@@ -101,6 +133,7 @@ def run_cells(
             frames.append(pd.read_parquet(path))
             say(f"cell {number} of {len(cells)}, {cell.name}: kept")
             continue
+        pool_gates = gates()
         verdicts = asyncio.run(bench.check(engines, pools.model, bench.ISOLATION, pools.time_scale))
         bench.require(verdicts)
         with _routed(cluster, cell, port, out / f"{cell.name}.jsonl", constants) as url:
@@ -108,7 +141,7 @@ def run_cells(
             frame = bench.run(url, traces[cell.trace], loads[cell.name], keep=out / f"{cell.name}.rows.jsonl")
             validity = _in_time(frame.attrs["validity"], before, _lags(url))
         frame = frame.assign(cell=cell.name, policy=cell.label)
-        save(frame, path, gates=[asdict(one) for one in verdicts], validity=validity)
+        save(frame, path, pool_gates=pool_gates, gates=[asdict(one) for one in verdicts], validity=validity)
         (out / f"{cell.name}.rows.jsonl").unlink(missing_ok=True)
         counts = frame["status"].value_counts().to_dict()
         say(f"cell {number} of {len(cells)}, {cell.name}: {counts}{'' if validity['valid'] else ', INVALID'}")
@@ -145,6 +178,7 @@ def _identity(pools: ClusterFile, cells: list[Cell], traces: dict, constants: li
     Engines may come back at other URLs; what is in a file that ``constants`` names counts, not only its name.
     """
     engine = [asdict(pools.config), pools.cost and pools.cost.to_dict(), pools.time_scale, pools.model, pools.world]
+    engine += [pools.handover] if pools.handover else []
     files = [Path(word).read_bytes() for word in constants if Path(word).is_file()]
     hows = {name: {k: v for k, v in asdict(load).items() if k != "api_key"} for name, load in loads.items()}
     used = sorted({cell.trace for cell in cells})
