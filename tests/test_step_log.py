@@ -170,3 +170,14 @@ def test_exact_steps_need_no_levelling():
     steps = steps.assign(sequences=steps["new_tokens"], attention=0.0, seconds=0.01 + 0.001 * steps["new_tokens"])
     _, levels = engine_cost.levelled(fit.fit(steps, quiet=True))
     assert levels == {"decode": pytest.approx(1.0), "mixed": pytest.approx(1.0)}
+
+
+def test_what_a_request_takes_beside_its_steps_is_told_request_by_request():
+    """One slow answer is an outlier among them, and does not move all."""
+    sent = pd.DataFrame({"instance": [0, 0, 1], "order": [2, 0, 1], "e2e_from_send_s": [0.5, 0.107, 0.058]})
+    steps = pd.DataFrame({
+        "instance": [0, 0, 0, 1], "after_idle": [True, False, True, True], "seconds": [0.06, 0.04, 0.1, 0.05],
+    })  # fmt: skip
+    assert engine_cost._outside_s(sent, steps) == pytest.approx([0.007, 0.4, 0.008])
+    with pytest.raises(InputError, match="engine 1 served others meanwhile"):
+        engine_cost._outside_s(sent, steps.iloc[:3])

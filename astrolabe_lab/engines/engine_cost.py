@@ -10,6 +10,8 @@ import asyncio
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from astrolabe_lab import bench
 from astrolabe_lab.cost import Regime, StepCost
 from astrolabe_lab.errors import InputError
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 LONGEST_PROMPT = 1024
 LONGEST_ANSWER = 96
+PAUSE_S = 0.2  # wall s
 USUAL = 0.99  # share of steps, by time, that set the level of the prices
 
 
@@ -38,25 +41,64 @@ class Measured:
     alone: pd.DataFrame
 
 
-async def measure(cluster: Cluster, alone: int = 12, together: int = 60, seed: int = 0) -> Measured:
-    """Load every engine of an idle cluster, all at the same time, and fit their steps.
+async def measure(
+    cluster: Cluster,
+    alone: int = 12,
+    together: int = 60,
+    seed: int = 0,
+    side_by_side: bool = False,
+    url: str | None = None,
+) -> Measured:
+    """Load every engine of an idle cluster, one after the other or all ``side_by_side``, and fit their steps.
 
-    Each engine first serves ``alone`` requests one after another, which also tells what a request costs outside of its
-    steps (server, tokenizer, network: their whole time less that of their steps), then ``together`` requests of all
-    sizes that keep arriving faster than it serves, so that batches of all sizes occur. Prompts share no prefix. The fit
+    Engines that share a machine's memory, caches or cores slow each other down: at a low load, where they are seldom
+    busy at once, what they take by themselves predicts better, and near capacity what they take side by side.
+
+    First ``alone`` requests to an engine are served one at a time, which tells what a request costs outside of its
+    steps (server, tokenizer, network: the median of its time less that of its steps); through a round robin router at
+    ``url``, if given, whose own way is part of that then. Then each engine serves ``together`` requests of all sizes
+    that keep arriving faster than it serves, so that batches of all sizes occur. Prompts share no prefix. The fit
     weighs relative errors, and so prices the usual step; a latency is a sum of steps, slow ones too, so each regime's
     prices are then multiplied by what makes their sum right (``levelled``). Raises InputError as ``fit.fit`` does, and
     where a request fails.
     """
-    since = cluster.marks()
-    singles = await _send(cluster, _requests(cluster, alone, seed, 1_000_000), concurrency=1)
-    steps_alone = cluster.steps(since)
-    outside_s = (singles["e2e_from_send_s"].sum() - steps_alone["seconds"].sum()) / len(singles)
-    seats = cluster.config.max_num_seqs
-    await _send(cluster, _requests(cluster, together, seed, 2_000_000), concurrency=seats, ramp_s=2.0)
+    since, everyone = cluster.marks(), range(len(cluster.urls))
+    singles = await _alone(cluster, _requests(cluster, alone, seed, 1_000_000), seed, url)
+    frontend_s = max(0.0, float(np.median(_outside_s(singles, cluster.steps(since)))))
+    load = {"concurrency": cluster.config.max_num_seqs, "ramp_s": 2.0, "seed": seed}
+    for members in [everyone] if side_by_side else [[i] for i in everyone]:
+        many = _requests(cluster, together, seed, 2_000_000)
+        await asyncio.gather(*(_send(cluster, cluster.urls[i], many, **load) for i in members))
     fitted = fit(cluster.steps(since), seed=seed, quiet=True)
     cost, levels = levelled(fitted)
-    return Measured(replace(cost, frontend_s=max(0.0, float(outside_s))), fitted, levels, singles)
+    return Measured(replace(cost, frontend_s=frontend_s), fitted, levels, singles)
+
+
+async def _alone(cluster: Cluster, requests: pd.DataFrame, seed: int, url: str | None) -> pd.DataFrame:
+    """Each request at each engine, or as often through the router at ``url``; each after a pause, as at a low load."""
+    import pandas as pd
+
+    frames = []
+    for row in range(len(requests)):
+        for i, engine in enumerate(cluster.urls):
+            one = requests.iloc[[row]].assign(rid=requests["rid"].iloc[row] + i * len(requests))
+            await asyncio.sleep(PAUSE_S)
+            sent = await _send(cluster, url or engine, one, seed=seed)
+            frames.append(sent.assign(order=len(frames), **({} if url else {"instance": i})))
+    return pd.concat(frames, ignore_index=True)
+
+
+def _outside_s(sent: pd.DataFrame, steps: pd.DataFrame) -> list[float]:
+    """What each of the requests that engines served one at a time took beside its steps."""
+    found = []
+    for instance, own in sent.groupby("instance"):
+        mine = steps[steps["instance"] == instance]
+        of_a_request = mine.groupby(mine["after_idle"].cumsum())["seconds"].sum()
+        served = own.sort_values("order")["e2e_from_send_s"]
+        if len(served) != len(of_a_request):
+            raise InputError(f"engine {instance} served others meanwhile: its step cost is measured where it is idle")
+        found += (served.to_numpy() - of_a_request.to_numpy()).tolist()
+    return found
 
 
 def levelled(fitted: StepFit) -> tuple[StepCost, dict[str, float]]:
@@ -73,16 +115,9 @@ def levelled(fitted: StepFit) -> tuple[StepCost, dict[str, float]]:
     return replace(fitted.cost, **regimes), levels
 
 
-async def _send(cluster: Cluster, trace: pd.DataFrame, **how) -> pd.DataFrame:
-    """The trace to each engine, side by side."""
-    import pandas as pd
-
-    same = {"time_scale": cluster.time_scale, "source": cluster.world, **how}
-    loads = [bench.Load(cluster.model, seed=i, **same) for i in range(len(cluster.urls))]
-    frames = await asyncio.gather(
-        *(bench.drive(url, trace, load) for url, load in zip(cluster.urls, loads, strict=True))
-    )
-    sent = pd.concat([frame.assign(instance=i) for i, frame in enumerate(frames)], ignore_index=True)
+async def _send(cluster: Cluster, url: str, trace: pd.DataFrame, **how) -> pd.DataFrame:
+    load = bench.Load(cluster.model, time_scale=cluster.time_scale, source=cluster.world, **how)
+    sent = await bench.drive(url, trace, load)
     if (failed := sent[sent["status"] != "ok"]).shape[0]:
         raise InputError(f"{len(failed)} of {len(sent)} requests failed, the first: {failed['reason'].iloc[0]}")
     return sent
@@ -92,7 +127,6 @@ def _requests(cluster: Cluster, n: int, seed: int, first_rid: int) -> pd.DataFra
     """Prompts and answers of all lengths that the engines take, spread evenly on a logarithmic scale.
 
     Prompts are made from ``rid``: other ids share no prefix."""
-    import numpy as np
     import pandas as pd
 
     rng = stream(seed, f"step cost {first_rid}")

@@ -183,6 +183,8 @@ def real(
     engine.command = [*_server(model, name), *flags, *place.flags, *_hooks(additional, asynchronous)]
     if device == "cpu" and "--enforce-eager" not in flags:
         engine.command.append("--enforce-eager")  # compiling takes minutes there
+    if device == "cpu" and "--distributed-executor-backend" not in flags:
+        engine.command += ["--distributed-executor-backend", "astrolabe_lab.engines.patient.PatientExecutor"]
     engine.environment = _environment(folder.parent) | place.environment
     if device == "cpu":
         engine.environment.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")

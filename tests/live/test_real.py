@@ -75,6 +75,21 @@ def test_every_engine_computes_on_its_own_cores(real):
     assert len(set(own)) == len(own) or own == [(), ()]
 
 
+def test_an_engine_that_has_just_answered_leaves_the_processor_to_others(real):
+    """vLLM's own processes would spin for a second more, all of them."""
+    used_s = []
+    for _ in range(3):
+        ask(real.urls[0], model=real.model, prompt=[7, 8, 9], max_tokens=4, ignore_eos=True)
+        before = _cpu_s(real.engines[0])
+        time.sleep(0.6)
+        used_s.append(_cpu_s(real.engines[0]) - before)
+    assert min(used_s) < 0.3, used_s
+
+
+def _cpu_s(engine):
+    return sum(sum(psutil.Process(pid).cpu_times()[:2]) for pid in engine.pids())
+
+
 def test_the_gates_hold_on_real_engines_and_leave_their_caches_empty(real):
     verdicts = asyncio.run(bench.check(real.urls, real.model))
     assert all(one.ok for one in verdicts), [str(one) for one in verdicts]
