@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import numpy as np
@@ -105,6 +106,49 @@ def test_a_prefill_engine_that_fails_is_passed_over_before_the_client_has_seen_a
     run(story())
     frame = rows(tmp_path / "j")
     assert len(frame) == 3 and (frame["status"] == "ok").all() and (frame["attempts"] == 2).all()
+
+
+@pytest.mark.parametrize("tries", [1, 2, 3, 4])
+@pytest.mark.parametrize("script", ["ok", "http:500"])
+def test_one_bound_holds_for_the_tries_of_both_steps(tmp_path, tries, script):
+    limits = replace(LIMITS, tries=tries, failures=9, probe_s=60.0)
+
+    async def story():
+        async with (
+            scripted_pools(5, 5) as (prefill, decode),
+            routed((prefill, decode), tmp_path / "j", limits=limits) as (router, session, url),
+        ):
+            await asyncio.sleep(0.1)  # past the first probes
+            for engine in prefill:
+                await engine.stop()
+            for engine in decode:
+                engine.script = script
+            status, body, _ = await ask(session, url)
+            alone = tries > 1  # the last try of several asks decode alone
+            assert status == (502 if not alone else 200 if script == "ok" else 500), body
+            assert sum(engine.alone for engine in decode) == sum(len(engine.seen) for engine in decode) == alone
+            assert router.counters.retries == tries - 1
+
+    run(story())
+    assert list(rows(tmp_path / "j")["attempts"]) == [tries]
+    attempts = [entry["attempt"] for entry in journal.read(tmp_path / "j") if entry["event"] == "pair"]
+    assert attempts == list(range(tries))
+
+
+def test_a_request_that_failed_at_an_engine_of_each_pool_is_not_tried_at_a_third(tmp_path):
+    async def story():
+        async with scripted_pools(2, 2) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            _, session, url = found
+            prefill[0].script = "refuse"
+            for engine in decode:
+                engine.script = "refuse"
+            status, body, _ = await ask(session, url)
+            assert status == 502 and b"2 engines failed while they had this request" in body
+            assert [len(engine.seen) for engine in prefill] == [1, 1]
+            assert sum(len(engine.pulled) for engine in decode) == 1
+
+    run(story())
+    assert list(rows(tmp_path / "j")["attempts"]) == [2]
 
 
 def test_blocks_lost_with_their_prefill_engine_are_computed_again_where_it_decodes(tmp_path):

@@ -22,7 +22,7 @@ def add_limits(add) -> None:
     )  # fmt: skip
     add(
         "--tries", type=whole(1), default=default.tries, metavar="N",
-        help=f"engines that one request is tried at, at most (default: {default.tries})",
+        help=f"engines, or pairs of them, that one request is tried at, at most (default: {default.tries})",
     )  # fmt: skip
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """Times in modelled s, sizes in bytes; ``in_flight``: requests in all; ``tries``: dispatches of one request, and
-    ``failures``: those of them in which an engine had the request and failed, for it may be the request that ends
-    engines."""
+    """Times in modelled s, sizes in bytes; ``in_flight``: requests in all; ``tries``: engines, or pairs of them, that
+    are chosen for one request, whichever step of a pair failed; ``failures``: those of them in which an engine had the
+    request and failed, for it may be the request that ends engines."""
 
     in_flight: int = 4096
     body_bytes: int = 8 << 20
@@ -25,3 +25,7 @@ class Limits:
     probe_s: float = 2.0
     scrape_s: float = 0.5  # engines that publish no status
     drain_s: float = 30.0
+
+    def spent(self, tried: dict) -> bool:
+        """Whether a request is tried no more after these ``Unanswered``, by engine."""
+        return len(tried) >= self.tries or sum(each.reached for each in tried.values()) >= self.failures

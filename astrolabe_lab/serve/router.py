@@ -230,7 +230,7 @@ class Router:
             if not isinstance(answer, Unanswered):
                 return answer
             tried[decision.instance.index] = answer
-            if len(tried) >= self.limits.tries or sum(t.reached for t in tried.values()) >= self.limits.failures:
+            if self.limits.spent(tried):
                 raise given_up(tried)
 
     async def _choose(self, request: Request, tried: dict[int, Unanswered]) -> Decision:

@@ -81,7 +81,7 @@ class PoolRecords(Records):
         self.counters.decided(pair.seconds, 0)
         if self.journal is None:
             return
-        view = pair.seen.pools
+        view = pair.seen
         self.journal.write(
             {
                 "event": "pair", "rid": request.rid, "time_s": view.now_s, "arrived_s": request.arrived_s,

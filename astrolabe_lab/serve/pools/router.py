@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import copy
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import aiohttp
 from aiohttp import web
@@ -21,45 +21,17 @@ from astrolabe_lab.disagg.view import PoolsView, check_pair
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve.answers import given_up
-from astrolabe_lab.serve.dispatch import (
-    ERROR_BYTES,
-    HOP_BY_HOP,
-    OURS,
-    Decision,
-    Dispatch,
-    ServerError,
-    Unanswered,
-)  # fmt: skip
+from astrolabe_lab.serve.dispatch import ERROR_BYTES, ServerError, Unanswered
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.loop_lag import LoopLag
 from astrolabe_lab.serve.openai_api import Asked, Refusal
 from astrolabe_lab.serve.pools import handoff
 from astrolabe_lab.serve.pools.occupancy import Occupancy
+from astrolabe_lab.serve.pools.pair import Pair, PairDispatch
 from astrolabe_lab.serve.pools.records import PoolCounters, PoolRecords
 from astrolabe_lab.serve.router import Router, decision_stream
 
 RELEASE_S = 10.0  # wall s, for a decode engine to take in that a prompt's blocks are not wanted
-
-
-@dataclass(slots=True)
-class Seen:
-    """What a decision leaves for the answer's headers and the records."""
-
-    pools: PoolsView
-    late: int = 0
-    predictions: dict = field(default_factory=dict)
-    predicted_e2e_s: dict = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class Pair:
-    """One choice. ``prefill``, ``decode``: the instances; prefill is None where decode computes the prompt itself."""
-
-    prefill: Instance | None
-    decode: Instance
-    seen: Seen
-    decided_s: float  # modelled
-    seconds: float  # wall
 
 
 @dataclass
@@ -128,28 +100,29 @@ class PoolRouter(Router):
 
     async def _serve(self, http, request: Request, asked: Asked, origins: tuple[str, str]) -> web.StreamResponse:
         handle = given = None
+        tried: dict[int, Unanswered] = {}  # in both steps
         try:
-            pair, handle, refused = await self._compute(http, request, asked, origins)
+            pair, handle, refused = await self._compute(http, request, asked, origins, tried)
             if refused is not None:
                 return refused
-            tried: dict[int, Unanswered] = {}
+            before = len(tried)
             while True:
                 # After a failed pull the blocks may be gone: the last try computes the prompt where it decodes.
-                last = len(tried) + 1 >= min(self.limits.tries, len(self.decode_pool))
-                given = None if tried and last else handle
-                if tried and last and handle is not None:
+                failed = len(tried) - before
+                again = failed and (self._is_last(tried) or failed + 1 >= len(self.decode_pool))
+                given = None if again else handle
+                if again and handle is not None:
                     self.records.counters.recomputed += 1
                 body = replace(asked, body=handoff.decode_body(asked.body, given))
-                answer = await self._dispatch(http, body, request, _decision(pair))
+                answer = await self._dispatch(http, body, request, pair.decision())
                 if not isinstance(answer, Unanswered):
                     if answer.status >= 400:  # who refuses a request lets go of its blocks
                         handle = None if given else handle
                     return answer
                 tried[pair.decode.index] = answer
-                if len(tried) >= self.limits.tries or sum(t.reached for t in tried.values()) >= self.limits.failures:
+                if self.limits.spent(tried):
                     raise given_up(tried)
-                nobody = set() if pair.prefill else {i.index for i in self.prefill_pool}
-                pair = self._choose_pair(request, nobody, set(tried), len(tried), keep=pair.prefill)
+                pair = self._choose_pair(request, set(tried), len(tried), keep=pair.prefill, alone=not pair.prefill)
                 self.records.counters.retries += 1
                 self._enter(request, pair, asked, len(tried), origins)
                 self.pairs.prefilled(request.rid, self.now_s())
@@ -159,11 +132,11 @@ class PoolRouter(Router):
             self._dispatch.pulled.discard(request.rid)
             self.pairs.ended(request.rid)
 
-    async def _compute(self, http, request: Request, asked: Asked, origins):
-        """Step one: (pair, what prefill says of the blocks, or None where decode must compute them, a refusal)."""
-        tried: dict[int, Unanswered] = {}
+    async def _compute(self, http, request: Request, asked: Asked, origins, tried: dict[int, Unanswered]):
+        """Step one: (pair, what prefill says of the blocks, or None where decode must compute them, a refusal). The
+        last try of several is decode's alone: one engine less to fail."""
         while True:
-            pair = self._choose_pair(request, set(tried), set(), len(tried))
+            pair = self._choose_pair(request, set(tried), len(tried), alone=bool(tried) and self._is_last(tried))
             self.records.counters.retries += bool(tried)
             self._enter(request, pair, asked, len(tried), origins)
             if pair.prefill is None:
@@ -178,8 +151,11 @@ class PoolRouter(Router):
                 self.records.counters.recomputed += not answer
                 return pair, answer or None, None
             tried[pair.prefill.index] = answer
-            if sum(t.reached for t in tried.values()) >= self.limits.failures:
+            if self.limits.spent(tried):
                 raise given_up(tried)
+
+    def _is_last(self, tried: dict[int, Unanswered]) -> bool:
+        return len(tried) + 1 >= self.limits.tries
 
     def _enter(self, request: Request, pair: Pair, asked: Asked, attempt: int, origins) -> None:
         self.records.pair(asked, request, pair, attempt, *origins)
@@ -222,18 +198,16 @@ class PoolRouter(Router):
 
     # choosing
 
-    def _choose_pair(
-        self, request: Request, no_prefill: set[int], no_decode: set[int], attempt: int, keep=None
-    ) -> Pair:
-        """The policy's choice among the engines that are available, but for those excluded; ``keep``: the prefill
-        engine that has the prompt already. Where no prefill engine is left, the policy is shown them all, and its
-        decode engine computes the prompt. Raises Refusal where no decode engine is left."""
+    def _choose_pair(self, request: Request, tried: set[int], attempt: int, keep=None, alone: bool = False) -> Pair:
+        """The policy's choice among the engines that are available, but for those ``tried``; ``keep``: the prefill
+        engine that has the prompt already. Where no prefill engine is left, or ``alone``, the policy is shown them all,
+        and its decode engine computes the prompt. Raises Refusal where no decode engine is left."""
         started = time.perf_counter()
         now_s = self.now_s()
-        prefill = [keep] if keep else [i for i in self.prefill_pool if self._may(i, no_prefill, now_s)]
-        alone = not prefill
-        prefill = prefill or self.prefill_pool
-        decode = [i for i in self.decode_pool if self._may(i, no_decode, now_s)]
+        prefill = [keep] if keep else [i for i in self.prefill_pool if self._may(i, tried, now_s)]
+        alone = alone or not prefill
+        prefill = self.prefill_pool if alone else prefill
+        decode = [i for i in self.decode_pool if self._may(i, tried, now_s)]
         if not decode:
             raise Refusal(503, "no decode engine is available; try again in a moment", "unavailable",
                           headers={"Retry-After": "1"})  # fmt: skip
@@ -251,7 +225,7 @@ class PoolRouter(Router):
         decided_s = self.now_s()
         for instance in (decode[d],) if alone or keep else (prefill[p], decode[d]):
             instance.breaker.sent(decided_s)
-        return Pair(None if alone else prefill[p], decode[d], Seen(view), decided_s, time.perf_counter() - started)
+        return Pair(None if alone else prefill[p], decode[d], view, decided_s, time.perf_counter() - started)
 
     def _may(self, instance: Instance, excluded: set[int], now_s: float) -> bool:
         return instance.index not in excluded and instance.available(now_s)
@@ -268,10 +242,9 @@ class PoolRouter(Router):
     # what nobody wants any more
 
     def _release(self, asked: Asked, handle: dict, answers: Instance | None) -> None:
-        """Give the blocks back through an engine that ``answers``, or through one with few failures."""
+        """Give the blocks back through a decode engine that ``answers``, or through one with few failures."""
         now_s = self.now_s()
-        well = sorted(self.decode_pool, key=lambda i: (not i.available(now_s), i.breaker.in_a_row))
-        instance = answers or well[0]
+        instance = answers or min(self.decode_pool, key=lambda i: (not i.available(now_s), i.breaker.in_a_row))
         task = asyncio.get_running_loop().create_task(self._let_go(asked, handle, instance))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
@@ -287,54 +260,6 @@ class PoolRouter(Router):
             told = False
         self.records.counters.released += told
         self.records.counters.left_to_expire += not told
-
-
-@dataclass
-class PairDispatch(Dispatch):
-    """The second step: to the decode engine, as any request goes to its engine. ``pulled``: requests whose answer has
-    begun, so that their blocks have been pulled."""
-
-    n_prefill: int = 1
-    pulled: set[int] = field(default_factory=set)
-
-    async def post(self, http, asked: Asked, request: Request, instance: Instance, change):
-        """Send ``change(body)`` with the client's headers."""
-        body = change(asked.body)
-        if self.name_requests:
-            given = body.get("vllm_xargs")
-            body["vllm_xargs"] = (dict(given) if isinstance(given, dict) else {}) | {
-                "rid": request.rid, "predicted_tokens": request.predicted_tokens,
-            }  # fmt: skip
-        headers = {k: v for k, v in http.headers.items() if k.lower() not in HOP_BY_HOP | OURS}
-        headers["X-Request-Id"] = str(request.rid)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.wall_s(self.limits.connect_s))
-        return await self.session.post(instance.url + asked.path, json=body, headers=headers, timeout=timeout)
-
-    async def _write(self, http, answer, chunk: bytes, upstream, request, decision, patience) -> None:
-        if upstream.status == 200:
-            self.pulled.add(request.rid)
-        await super()._write(http, answer, chunk, upstream, request, decision, patience)
-
-    def _headers(self, upstream, request: Request, decision: Decision) -> dict:
-        headers = super()._headers(upstream, request, decision)
-        pair: Pair = decision.view.pair
-        headers["X-Astrolabe-Prefill-Instance"] = str(pair.prefill.index if pair.prefill else -1)
-        headers["X-Astrolabe-Decode-Instance"] = str(pair.decode.index - self.n_prefill)
-        return headers
-
-
-@dataclass(slots=True)
-class _View:
-    """What ``Dispatch`` reads of a view."""
-
-    pair: Pair
-    predictions: dict = field(default_factory=dict)
-    predicted_e2e_s: dict = field(default_factory=dict)
-    late: int = 0
-
-
-def _decision(pair: Pair) -> Decision:
-    return Decision(pair.decode, _View(pair), pair.decided_s, pair.seconds)
 
 
 def _json(body: bytes):
