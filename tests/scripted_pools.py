@@ -1,5 +1,7 @@
 """Prefill and decode engines that answer as they are told and keep account of KV blocks. No vLLM."""
 
+import asyncio
+import json
 from contextlib import asynccontextmanager
 
 from aiohttp import web
@@ -11,7 +13,7 @@ class PoolEngine(ScriptedEngine):
 
     Scripts beside those of ScriptedEngine: ``die_after`` (prefill answers, then its blocks are gone), ``die_pulling``
     (decode closes the connection before its first byte, without having pulled), ``garble`` (decode answers other tokens
-    after a pull).
+    after a pull). ``underway``: prefill's answers arrive once it is set, of whatever was computed before.
     """
 
     def __init__(self, pools, **options):
@@ -20,6 +22,8 @@ class PoolEngine(ScriptedEngine):
         self.held, self.pulled, self.recomputed, self.let_go = {}, [], [], []
         self.metrics = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
         self.short = 0  # tokens that its answers lack
+        self.underway = asyncio.Event()
+        self.underway.set()
         self.alone = 0  # requests it got without a handle, and without being asked to keep blocks
 
     async def _answer(self, http, body):
@@ -55,14 +59,14 @@ class PoolEngine(ScriptedEngine):
         assert body["max_tokens"] == 1 and not body["stream"] and "stream_options" not in body
         answer = await super()._answer(http, body)
         if self.script not in ("ok", "die_after"):
+            await self.underway.wait()
             return answer
         name = http.headers.get("X-Request-Id") or body["request_id"]
         handle = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[1, 2, 3]],
                   "remote_engine_id": self.url, "remote_request_id": name}  # fmt: skip
         if self.script == "ok":
             self.held[name] = handle
-        import json
-
+        await self.underway.wait()
         return web.json_response(json.loads(answer.body) | {"kv_transfer_params": handle})
 
 

@@ -243,6 +243,55 @@ def test_a_client_that_leaves_between_the_steps_leaves_no_blocks_behind(tmp_path
     assert list(rows(tmp_path / "j")["status"]) == ["aborted"]
 
 
+async def left_during_prefill(router, session, url, prefill):
+    """A client has left whose prompt is computed, and the answer is on its way."""
+    prefill.underway.clear()
+    asking = asyncio.create_task(ask(session, url))
+    while not prefill.seen:
+        await asyncio.sleep(0.01)
+    asking.cancel()
+    await asyncio.sleep(0.1)
+    assert router.in_flight == len(router.instances[0].ledger) == 1  # the engine has it still, and the bounds count it
+
+
+@pytest.mark.parametrize(
+    ("script", "down", "released", "left_to_expire"),
+    [("ok", False, 1, 0), ("ok", True, 0, 1), ("http:400", False, 0, 0), ("http:500", False, 0, 0)],
+)
+def test_a_client_that_leaves_during_prefill_leaves_no_blocks_uncounted(
+    tmp_path, script, down, released, left_to_expire
+):
+    async def story():
+        async with scripted_pools(1, 1) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            router, session, url = found
+            prefill[0].script = script
+            await left_during_prefill(router, session, url, prefill[0])
+            if down:
+                await decode[0].stop()
+            prefill[0].underway.set()
+            await settled(router, [] if down else prefill)
+            assert (router.counters.released, router.counters.left_to_expire) == (released, left_to_expire)
+            assert router.in_flight == len(router.pairs.rows) == sum(len(i.ledger) for i in router.instances) == 0
+            assert not prefill[0].aborted and len(decode[0].let_go) == released
+            assert down or not prefill[0].held
+
+    run(story())
+    (row,) = [entry for entry in journal.read(tmp_path / "j") if entry["event"] == "outcome"]
+    assert row["status"] == "aborted"
+    assert len(rows(tmp_path / "j")) == 1
+
+
+def test_a_router_that_is_ended_gives_blocks_back_first(tmp_path):
+    async def story():
+        async with scripted_pools(1, 1) as (prefill, decode):
+            async with routed((prefill, decode), tmp_path / "j") as (router, session, url):
+                await left_during_prefill(router, session, url, prefill[0])
+                asyncio.get_running_loop().call_later(0.3, prefill[0].underway.set)
+            assert router.counters.released == 1 and not prefill[0].held
+
+    run(story())
+
+
 def test_a_client_that_leaves_in_mid_stream_ends_the_request_at_decode(tmp_path):
     async def story():
         pools = scripted_pools(1, 1, token_s=0.05)

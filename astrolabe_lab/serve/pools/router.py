@@ -96,6 +96,11 @@ class PoolRouter(Router):
                 task.cancel()
             await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
 
+    async def _drain(self, app) -> None:
+        await super()._drain(app)
+        if self._releases:
+            await asyncio.wait(self._releases, timeout=self.limits.drain_s * self.time_scale)
+
     # the data path
 
     async def _serve(self, http, request: Request, asked: Asked, origins: tuple[str, str]) -> web.StreamResponse:
@@ -143,8 +148,9 @@ class PoolRouter(Router):
                 self.pairs.prefilled(request.rid, self.now_s())
                 self.records.counters.recomputed += 1
                 return pair, None, None
-            answer = await self._prefill(http, asked, request, pair.prefill)
+            answer = await self._prefill_to_its_end(http, asked, request, pair.prefill)
             if isinstance(answer, web.Response):
+                self.records.refused_by(request, pair.prefill.index, f"HTTP {answer.status}")
                 return pair, None, answer
             if not isinstance(answer, Unanswered):
                 self.pairs.prefilled(request.rid, self.now_s())
@@ -163,6 +169,16 @@ class PoolRouter(Router):
         at = pair.prefill.index if pair.prefill else 0
         self.pairs.sent(request, at, pair.decode.index - self.n_prefill, self.now_s())
 
+    async def _prefill_to_its_end(self, http, asked: Asked, request: Request, instance: Instance):
+        """``_prefill``, which goes on when the client leaves: only its answer names the blocks that must be let go."""
+        step = asyncio.create_task(self._prefill(http, asked, request, instance))
+        try:
+            return await asyncio.shield(step)
+        except asyncio.CancelledError:
+            if isinstance(handle := await step, dict) and handle:
+                self._release(asked, handle)
+            raise
+
     async def _prefill(self, http, asked: Asked, request: Request, instance: Instance):
         """The handle of the blocks ({} where it keeps none), the engine's refusal as a response, or Unanswered."""
         sent_s, status, reason, handle = self.now_s(), "aborted", "the client went away", None
@@ -176,7 +192,6 @@ class PoolRouter(Router):
                     instance.breaker.succeeded()
                     if upstream.status >= 400:
                         status, reason = "rejected", f"HTTP {upstream.status}"
-                        self.records.refused_by(request, instance.index, reason)
                         headers = {"X-Request-Id": str(request.rid)}
                         return web.Response(
                             status=upstream.status, body=body, content_type=upstream.content_type, headers=headers
@@ -241,7 +256,7 @@ class PoolRouter(Router):
 
     # what nobody wants any more
 
-    def _release(self, asked: Asked, handle: dict, answers: Instance | None) -> None:
+    def _release(self, asked: Asked, handle: dict, answers: Instance | None = None) -> None:
         """Give the blocks back through a decode engine that ``answers``, or through one with few failures."""
         now_s = self.now_s()
         instance = answers or min(self.decode_pool, key=lambda i: (not i.available(now_s), i.breaker.in_a_row))
