@@ -87,7 +87,6 @@ def test_wrong_words_are_answered_with_what_is_allowed(tmp_path, capsys):
     for words, told in (
         (["sidecar", *cluster, "--instance", "3"], "engines 0..0"),
         (["route", *cluster, "--sidecars", "http://a,http://b"], "must name 1 URLs"),
-        (["route", *cluster, "--sidecars", "ftp://a"], "must name 1 URLs"),
         (["route", *cluster, "--sidecars", "http://a", "--deadline-ms", "0"], "--deadline-ms"),
         (["route", *cluster, "--deadline-ms", "20"], "give --sidecars too"),
         (["route", *cluster, "--sidecars", "http://a", "--policy", "astrolabe:foresight=both"], "without foresight"),

@@ -279,7 +279,7 @@ def test_two_runs_never_write_to_one_file(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"url": "localhost:8000"}, "must look like http"),
+        ({"url": "localhost:8000"}, "is not a URL like http"),
         ({"api": "embeddings"}, "allowed are chat and completions"),
         ({"api": "completions"}, "cuts answers at 16 tokens"),
         ({"concurrency": 0}, "concurrency=0"),

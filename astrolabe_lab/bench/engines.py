@@ -8,8 +8,6 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from astrolabe_lab.errors import InputError
-
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 PREFIX = "vllm:"
 
@@ -125,7 +123,7 @@ async def preemptions(urls: list[str]) -> float:
     import aiohttp
 
     async with aiohttp.ClientSession() as session:
-        clients = [EngineClient(session, i, url, "") for i, url in enumerate(check_urls(urls))]
+        clients = [EngineClient(session, i, url, "") for i, url in enumerate(urls)]
         try:
             told = await asyncio.gather(*(client.gauges() for client in clients))
         except EngineTrouble:
@@ -143,11 +141,3 @@ def _parts(line: str) -> tuple[str, dict[str, str], float | None]:
         return name, dict(LABEL.findall(labels)), float(value.split()[0])
     except (ValueError, IndexError):
         return name, {}, None
-
-
-def check_urls(urls: list[str]) -> list[str]:
-    """The URLs without a trailing slash. Raises InputError for one that is none."""
-    cleaned = [url.strip().rstrip("/") for url in urls if url.strip()]
-    if bad := [url for url in cleaned if not url.startswith(("http://", "https://"))]:
-        raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
-    return cleaned

@@ -15,9 +15,10 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from astrolabe_lab.bench.engines import EngineClient, EngineTrouble, check_urls
+from astrolabe_lab.bench.engines import EngineClient, EngineTrouble
 from astrolabe_lab.bench.load import exactly, token_ids
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.urls import urls_of
 
 GATES = ("idle", "warm_up", "exact", "greedy", "prefix_reset")
 ISOLATION = ("idle", "prefix_reset")  # between two runs on engines that have passed them all
@@ -61,9 +62,9 @@ async def check(
 
     if unknown := sorted(set(gates) - set(GATES)):
         raise InputError(f"gate {unknown[0]!r} is unknown; allowed are {', '.join(GATES)}")
-    urls = check_urls(list(engines))
-    if not urls:
+    if not engines:
         raise InputError("gates need the engines' own URLs: a router does not let them through")
+    urls = urls_of(engines, "engines")
     verdicts = []
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
         clients = [EngineClient(session, i, url, model, 120.0 * max(1.0, time_scale)) for i, url in enumerate(urls)]

@@ -17,6 +17,7 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
 from astrolabe_lab.serve.loop_lag import LoopLag
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.urls import urls_of
 
 FIRST_ID, LAST_ID = 5, 260  # token ids that any tokenizer has and none treats as special
 
@@ -217,13 +218,12 @@ def engines_at(urls, decode_urls=None, model=None, engine="", device=None, time_
     What is not given is asked of the first engine: the model, and its flags (where it runs in vLLM's dev mode, as ours
     do). Raises InputError for what it does not tell.
     """
-    url = urls.split(",")[0].strip().rstrip("/")
-    if not url.startswith(("http://", "https://")):
-        raise InputError(f"engine {url!r} is not a URL like http://127.0.0.1:8001")
-    if decode_urls:
+    url = urls_of(urls, "--engines" if decode_urls is None else "--prefill")[0]
+    if decode_urls is not None:
+        decode_url = urls_of(decode_urls, "--decode")[0]
         described = describe_engine(url, model, engine, device, time_scale)
         prefill = LiveTarget(url, described)
-        return prefill, PoolTarget(decode_urls.split(",")[0].strip(), described, prefill)
+        return prefill, PoolTarget(decode_url, described, prefill)
     return LiveTarget(url, describe_engine(url, model, engine, device, time_scale))
 
 

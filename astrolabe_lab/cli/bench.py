@@ -11,6 +11,7 @@ import time
 
 from astrolabe_lab.cli import requests as cli_requests
 from astrolabe_lab.cli.values import number, whole
+from astrolabe_lab.urls import url_of, urls_of
 
 SUMMARY = "send a trace's requests to a running router and measure what comes back"
 EXAMPLE = (
@@ -58,7 +59,7 @@ def bench(args: argparse.Namespace) -> tuple[dict, str]:
 
     out = check_output(args.out)
     slo = SLO.parse(args.slo) if args.slo else None
-    args.url = args.url.rstrip("/")
+    args.url = url_of(args.url, "--url")
     engines, paces = _places(args)
     trace = cli_requests.load_requests(args)
     tells = args.lengths != "none" and (args.lengths != "trace" or "predicted_tokens" in trace)
@@ -113,7 +114,7 @@ def _places(args) -> tuple[list[str], list[str]]:
     args.source = "hardware"
     if not args.cluster:
         args.model, args.time_scale = args.model or "emulated", args.time_scale or 1.0
-        return args.engines.split(",") if args.engines else [], []
+        return [] if args.engines is None else urls_of(args.engines, "--engines"), []
     from astrolabe_lab.engines.cluster_file import read_cluster
 
     cluster = read_cluster(args.cluster)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from astrolabe_lab.cli.values import number, whole
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.urls import url_of
 
 OWN = "sharegpt_like"
 _OWN_SIZE = 8000
@@ -92,7 +93,7 @@ def collect(args):
     if args.limit:
         prompts = prompts[: args.limit]
     asking = collecting.Asking(
-        url=args.url,
+        url=url_of(args.url, "--url"),
         model=args.served_model,
         api=args.api,
         max_tokens=args.max_tokens,

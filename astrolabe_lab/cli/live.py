@@ -18,6 +18,7 @@ from pathlib import Path
 from astrolabe_lab.cli.limits import add_limits, limits_of
 from astrolabe_lab.cli.values import number, port, whole
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.urls import urls_of
 
 LAUNCH_SUMMARY = "start vLLM engines and keep them until SIGTERM"
 LAUNCH_EXAMPLE = "astrolabe launch --world emulated --instances 2 --preset llama2-7b-a30 --time-scale 4"
@@ -201,9 +202,7 @@ def _router(args):
     else:
         base = EngineConfig.from_dict(preset_of(args.preset).engine) if args.preset else None
         config, own = EngineConfig.parse(args.engine, base), None
-        places = [(url.strip().rstrip("/"), None) for url in args.engines.split(",") if url.strip()]
-        if bad := [url for url, _ in places if not url.startswith(("http://", "https://"))]:
-            raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
+        places = [(url, None) for url in urls_of(args.engines, "--engines")]
     cost = step_cost(args, own)
     config, calibration = calibrated(args, models[0], config, own)
     if calibration is not None:
@@ -233,14 +232,14 @@ def _router(args):
 
 def _sidecars(args, engines: int, time_scale: float):
     """What asks the sidecars, or None where the router predicts itself."""
-    if not args.sidecars:
+    if args.sidecars is None:
         return None
     import time
 
     from astrolabe_lab.serve.remote import RemotePredictors
 
-    urls = [url.strip().rstrip("/") for url in args.sidecars.split(",")]
-    if len(urls) != engines or not all(url.startswith(("http://", "https://")) for url in urls):
+    urls = urls_of(args.sidecars, "--sidecars")
+    if len(urls) != engines:
         raise InputError(f"--sidecars {args.sidecars!r} must name {engines} URLs, one an engine, in its order")
     deadline_s = (args.deadline_ms or DEADLINE_MS) / 1e3
     return RemotePredictors(dict(enumerate(urls)), deadline_s, lambda: time.monotonic() / time_scale)

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.urls import urls_of
 
 
 def are_meant(args) -> bool:
     """Whether the options name pools: URLs of both, or a cluster that has them."""
-    if args.prefill or args.decode:
-        if not (args.prefill and args.decode):
+    if args.prefill is not None or args.decode is not None:
+        if args.prefill is None or args.decode is None:
             raise InputError("--prefill and --decode go together: the URLs of both pools")
         return True
     if not args.cluster:
@@ -54,7 +55,8 @@ def pool_router(args):
         tokenizer, models = args.tokenizer or cluster.tokenizer, [cluster.model]
     else:
         config, time_scale = EngineConfig.parse(args.engine), args.time_scale or 1.0
-        places = [_urls(args.prefill), _urls(args.decode)]
+        pools = urls_of(args.prefill, "--prefill"), urls_of(args.decode, "--decode")
+        places = [[(url, None) for url in urls] for urls in pools]
         tokenizer, models = args.tokenizer, (args.model or "emulated").split(",")
     refuse_two_calibrations(args)
     if args.constants_from in NAMED or _are_constants(args.constants_from):
@@ -87,10 +89,3 @@ def _are_constants(path: str | None) -> bool:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return False
     return isinstance(found, dict) and "kind" not in found
-
-
-def _urls(text: str) -> list[tuple[str, None]]:
-    urls = [url.strip().rstrip("/") for url in text.split(",") if url.strip()]
-    if bad := [url for url in urls if not url.startswith(("http://", "https://"))]:
-        raise InputError(f"engine {bad[0]!r} is not a URL like http://127.0.0.1:8001")
-    return [(url, None) for url in urls]

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.length.data import prompt_uid
+from astrolabe_lab.urls import url_of
 
 APIS = ("chat", "completions")
 _RETRIED = (408, 409, 425, 429, 500, 502, 503, 504)
@@ -49,9 +49,7 @@ class Asking:
     api_key: str | None = None
 
     def __post_init__(self):
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InputError(f"url {self.url!r} must look like http://127.0.0.1:8000")
+        url_of(self.url, "url")
         if self.api not in APIS:
             raise InputError(f"api {self.api!r} is unknown: allowed are {' and '.join(APIS)}")
         if self.api == "completions" and self.max_tokens is None:
@@ -68,7 +66,7 @@ class Asking:
     @property
     def base(self) -> str:
         """The URL that ``/chat/completions`` and ``/models`` follow."""
-        url = self.url.rstrip("/")
+        url = url_of(self.url, "url")
         return url if url.endswith("/v1") else f"{url}/v1"
 
 

@@ -9,6 +9,7 @@ from collections import Counter
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.length.breaker import Breaker
 from astrolabe_lab.length.tagging import MAX_ANSWER_TOKENS, Tag, check_deadline, check_fallback, model_tag
+from astrolabe_lab.urls import url_of
 
 MAX_ANSWER_BYTES = 65_536
 
@@ -36,9 +37,7 @@ class RemoteTagger:
         max_tokens: int = MAX_ANSWER_TOKENS,
         breaker: Breaker | None = None,
     ) -> None:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
-            raise InputError(f"url={url!r} should be that of a tagging service, e.g. http://127.0.0.1:8100")
-        self.url = url.rstrip("/") + "/tag"
+        self.url = url_of(url, "url") + "/tag"
         self.deadline_s, self.fallback = check_deadline(deadline_s), check_fallback(fallback)
         self.max_tokens = check_fallback(max_tokens)
         self.breaker = breaker or Breaker()

@@ -10,6 +10,7 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.length.precision import prepare
 from astrolabe_lab.length.remote import RemoteTagger
 from astrolabe_lab.length.tagging import Tag, Tagger
+from astrolabe_lab.urls import url_of
 
 from .openai_api import Asked
 
@@ -87,7 +88,7 @@ def lengths_of(spec: str) -> Lengths:
     if not 0 < deadline_s <= 60:
         raise InputError(f"lengths {spec!r}: deadline_ms should be a number of milliseconds above 0, at most 60000")
     if where.startswith(("http://", "https://")):
-        remote = RemoteTagger(where, deadline_s, constant or 256)
+        remote = RemoteTagger(url_of(where, "lengths tagger"), deadline_s, constant or 256)
         return Lengths(remote.fallback, remote.tag, remote.close)
     return _in_process(where, deadline_s, constant)
 
