@@ -1,6 +1,7 @@
 """The drift alarm: statuses of an engine as time goes by against the step cost it was calibrated to."""
 
 import asyncio
+from bisect import bisect
 from itertools import pairwise
 
 import numpy as np
@@ -153,9 +154,9 @@ class Silent:
 class Published:
     """An engine that shows every step for three reads of its status."""
 
-    def __init__(self, index):
+    def __init__(self, index, statuses=None):
         self.index, self.reads = index, 0
-        self.statuses = [*in_steps(BUSY * 3, factor=1.4)]
+        self.statuses = statuses or [*in_steps(BUSY * 3, factor=1.4)]
 
     def status(self, now_s):
         self.reads += 1
@@ -176,6 +177,50 @@ def test_the_monitor_says_it_once_and_tells_prometheus(kind, cost):
 
     asyncio.run(story())
     assert len(said) == 2 and "drift: steps of instance 0 take 1." in said[0]
-    ratio, alarm = monitor.families()
+    observed, ratio, alarm = monitor.families()
+    assert all(s.value >= 12 for s in observed.samples) and len(observed.samples) == 2
     assert [s.value for s in alarm.samples] == [1, 1]
     assert all(1.3 < s.value < 1.6 for s in ratio.samples)
+
+
+def test_the_end_of_an_alarm_is_said_and_so_is_the_next_one():
+    statuses = [each for factor in (1.4, 1.0, 1.4) for each in in_steps(BUSY, factor=factor)]
+    engine, said = Published(0, statuses), []
+    monitor = DriftMonitor([engine], COST_OF_MIXED, lambda: 0.0, time_scale=1e-9, warn=said.append)
+
+    async def story():
+        while engine.reads // 3 < len(statuses) - 3:
+            await monitor.look(engine)
+
+    asyncio.run(story())
+    first, over, again = said
+    assert "take what was calibrated again (1.00)" in over and "calibrate anew" in first and "calibrate anew" in again
+
+
+class Timed:
+    """Publishes each step as it begins; a read of the status takes ``poll_s``."""
+
+    def __init__(self, clock, factor, poll_s=0.006):
+        self.index, self.clock, self.poll_s = 0, clock, poll_s
+        self.statuses = [*in_steps(BUSY, factor=factor)]
+        self.started_s = [float(each.header["step_started_s"][0]) for each in self.statuses]
+
+    def status(self, now_s):
+        self.clock[0] += self.poll_s
+        return self.statuses[bisect(self.started_s, self.clock[0]) - 1], "published"
+
+
+@pytest.mark.parametrize("factor", [1.0, 4.0, 20.0, 500.0])
+def test_an_engine_is_found_slow_however_slow_it_is(factor):
+    clock = [0.0]
+    engine = Timed(clock, factor)
+    monitor = DriftMonitor([engine], COST_OF_MIXED, lambda: clock[0], time_scale=1e-9)
+
+    async def story():
+        for _ in range(20):
+            await monitor.look(engine)
+
+    asyncio.run(story())
+    watch = monitor.watches[0]
+    assert watch.observed >= 12 and watch.alarm is (factor > 1)
+    assert watch.ratio == pytest.approx(1.0, abs=0.01) if factor == 1 else watch.ratio > 2.5

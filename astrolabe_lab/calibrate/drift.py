@@ -23,13 +23,14 @@ class DriftWatch:
     """Compares statuses of one engine as time goes by with its calibrated step cost.
 
     Of an engine that publishes its status, single steps count (``step``), whatever was computed in them and whoever
-    waits; but no step that none follows at once, as of a prompt that a prefill engine has to itself. Of one that does
-    not, the router knows only what streams (``look``): between two looks, the stream that got most tokens tells how
-    many steps there were. Only stretches in which the same streams decoded throughout and nobody waited count: nothing
-    is seen where engines queue or compute prompts, and nothing at all of prefill engines.
+    waits; but no step that none follows at once, as of a prompt that a prefill engine has to itself. One that does not
+    end in good time counts as what it has taken so far (``overdue``). Of an engine that does not publish, the router
+    knows only what streams (``look``): between two looks, the stream that got most tokens tells how many steps there
+    were. Only stretches in which the same streams decoded throughout and nobody waited count: nothing is seen where
+    engines queue or compute prompts, and nothing at all of prefill engines.
 
     ``ratio``: median of observed over calibrated times of the last ``window`` steps or stretches; ``alarm``: it is more
-    than ``tolerance`` off, with ``least`` seen.
+    than ``tolerance`` off, with ``least`` seen; ``settled``: it is not half as far off.
     """
 
     cost: StepCost
@@ -69,6 +70,10 @@ class DriftWatch:
             return None
         return self._add(_started_s(after) - _started_s(before), in_flight_s(before, self.cost))
 
+    def overdue(self, status: Status, now_s: float) -> float:
+        """Take in the step in flight of ``status``, which has not ended at ``now_s``. Returns the ratio it adds."""
+        return self._add(now_s - _started_s(status), in_flight_s(status, self.cost))
+
     def _add(self, observed_s: float, priced_s: float) -> float:
         ratio = observed_s / priced_s
         self._ratios.append(ratio)
@@ -83,6 +88,10 @@ class DriftWatch:
     @property
     def alarm(self) -> bool:
         return len(self._ratios) >= self.least and abs(self.ratio - 1) > self.tolerance
+
+    @property
+    def settled(self) -> bool:
+        return abs(self.ratio - 1) < self.tolerance / 2
 
 
 def _started_s(status: Status) -> float:
@@ -121,7 +130,8 @@ class DriftMonitor:
         self._told: set[int] = set()
 
     async def look(self, instance) -> None:
-        """One look at an instance, which waits for a step of an engine that publishes; a first alarm is said aloud."""
+        """One look at an instance, which waits for a step of an engine that publishes. An alarm is said aloud once, and
+        once more when it is over."""
         now_s = self._now_s()
         status, source = instance.status(now_s)
         watch = self.watches[instance.index]
@@ -139,17 +149,24 @@ class DriftMonitor:
                 f"drift: steps of instance {instance.index} take {watch.ratio:.2f} times what was calibrated; "
                 "calibrate anew (astrolabe calibrate)"
             )
+        elif watch.settled and instance.index in self._told:
+            self._told.remove(instance.index)
+            self._warn(f"drift: steps of instance {instance.index} take what was calibrated again ({watch.ratio:.2f})")
 
     async def _next(self, instance, status: Status) -> Status | None:
-        """What the instance publishes of the next step; None where it idles or the step does not end in good time."""
-        poll_s = in_flight_s(status, self.watches[instance.index].cost) / POLLS_A_STEP
-        for _ in range(PATIENCE_STEPS * POLLS_A_STEP if poll_s else 0):
+        """What the instance publishes of the next step; None where it idles or the step is overdue."""
+        watch = self.watches[instance.index]
+        poll_s = in_flight_s(status, watch.cost) / POLLS_A_STEP
+        if not poll_s:
+            return None
+        for _ in range(PATIENCE_STEPS * POLLS_A_STEP):
             await asyncio.sleep(poll_s * self._scale)
             found, source = instance.status(self._now_s())
             if source != "published":
                 return None
             if _started_s(found) != _started_s(status):
                 return found
+        watch.overdue(status, self._now_s())
         return None
 
     async def run(self) -> None:
@@ -161,9 +178,12 @@ class DriftMonitor:
             await asyncio.sleep(self._every_s * self._scale)
 
     def families(self):
-        """Prometheus families: the ratio and the alarm of every instance that was observed."""
-        from prometheus_client.core import GaugeMetricFamily
+        """Prometheus families: how much was observed of every instance, its ratio where anything was, its alarm."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        observed = CounterMetricFamily(
+            "astrolabe_step_drift_observed", "Steps or stretches compared with the calibration", labels=["instance"]
+        )
         ratio = GaugeMetricFamily(
             "astrolabe_step_drift_ratio", "Observed over calibrated step time", labels=["instance"]
         )
@@ -171,10 +191,11 @@ class DriftMonitor:
             "astrolabe_step_drift_alarm", "1: the calibration no longer holds", labels=["instance"]
         )
         for index, watch in self.watches.items():
+            observed.add_metric([str(index)], watch.observed)
             if watch.observed:
                 ratio.add_metric([str(index)], watch.ratio)
             alarm.add_metric([str(index)], int(watch.alarm))
-        return ratio, alarm
+        return observed, ratio, alarm
 
 
 def looks_until_alarm(cost: StepCost, slower: float, config, most: int = 400, every_s: float = 0.25) -> int | None:

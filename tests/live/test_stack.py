@@ -19,13 +19,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @contextmanager
-def router(cluster, policy="astrolabe:k=2", path=None, **environment):
+def router(cluster, policy="astrolabe:k=2", path=None, *words, stderr=None):
     """The URL of a router process over the cluster."""
     command = [
         sys.executable, "-m", "astrolabe_lab.cli", "route", "--cluster", str(cluster.folder), "--policy", policy,
     ]  # fmt: skip
-    command += ["--journal", str(path)] if path else []
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    command += [*words, "--journal", str(path)] if path else words
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     try:
         yield json.loads(process.stdout.readline())["url"]
     finally:
