@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-import test_pool_router
+import routed_pools
 import test_router
 from scripted_engine import scripted_engines
 from scripted_pools import scripted_pools
@@ -138,11 +138,11 @@ def test_what_a_router_of_pools_wrote_reads_back(tmp_path):
     async def story():
         async with (
             scripted_pools(2, 1) as (prefill, decode),
-            test_pool_router.routed((prefill, decode), tmp_path / "j") as (router, session, url),
+            routed_pools.routed((prefill, decode), tmp_path / "j") as (router, session, url),
         ):
             prefill[0].script = "http:500"  # round robin: one request is tried twice
             for _ in range(3):
-                assert (await test_pool_router.ask(session, url))[0] == 200
+                assert (await routed_pools.ask(session, url))[0] == 200
             assert router.counters.retries
 
     asyncio.run(asyncio.wait_for(story(), 60))

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import numpy as np
 import pandas as pd
 import pytest
+from routed_pools import routed
 from scripted_pools import scripted_pools
-from test_pool_router import routed
 
 from astrolabe_lab import InputError, bench
 from astrolabe_lab.arrivals import with_arrivals
