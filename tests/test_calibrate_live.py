@@ -38,6 +38,9 @@ def test_what_is_found_over_http_is_what_the_engine_s_own_steps_took():
     )
     assert found.model == "m" and found.source == "hardware" and found.kv_blocks == 512
     assert found.seconds <= 60 and found.rows["unread"] <= 3 and "loop_lag_p99_s" in found.gates
+    assert found.streamed.streams == (1, 2, 4, 6) and found.streamed.bursts == len(found.rows["streamed"]) == 4
+    assert found.gates["proxy_loop_lag_p99_s"]["value"] == found.streamed.loop_lag_p99_s
+    assert found.streamed.base_s == pytest.approx(found.decode_s, rel=0.2)
     for mixed in (False, True):
         steps = [each for each in log if each[0] == mixed and each[1] >= 6 or each[0] is mixed is False]
         ratio = [found.cost.step_seconds(*counts, mixed=mixed) / seconds for _, *counts, seconds in steps]

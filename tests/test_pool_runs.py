@@ -15,9 +15,9 @@ from astrolabe_lab.arrivals import with_arrivals
 from astrolabe_lab.bench import gates as engine_gates
 from astrolabe_lab.engines.cluster_file import ClusterFile, read_cluster, write_cluster
 from astrolabe_lab.generators import families
-from astrolabe_lab.serve.loop_lag import EDGES_S, LoopLag
+from astrolabe_lab.serve.loop_lag import EDGES_S, LoopLag, told_by
 from astrolabe_lab.serve.pools.gates import check_pools
-from astrolabe_lab.serve.pools.runs import _claim, _identity, _in_time, _lags, plan, run_cells
+from astrolabe_lab.serve.pools.runs import _claim, _identity, _in_time, plan, run_cells
 from astrolabe_lab.sim.config import EngineConfig
 
 ASKED = ("idle", "warm_up", "prefix_reset", "pairs", "exact", "greedy")
@@ -219,7 +219,7 @@ def test_what_is_in_the_file_of_constants_counts(tmp_path):
 
 
 def late(*seconds):
-    """What a router's ``/metrics`` would tell of its event loop, as ``_lags`` reads it."""
+    """What a router's ``/metrics`` would tell of its event loop, as ``told_by`` reads it."""
     lag = LoopLag()
     for each in seconds:
         lag.late(each)
@@ -255,8 +255,8 @@ def test_a_router_tells_how_late_its_event_loop_was_since_it_began(tmp_path):
         async with scripted_pools(1, 1) as pools, routed(pools, tmp_path / "j") as (router, _, url):
             for _ in range(7000):
                 router.lag.late(0.02)
-            told = await asyncio.to_thread(_lags, url)
+            told = await asyncio.to_thread(told_by, url)
             assert sum(told) >= 7000 and told[EDGES_S.index(0.02)] == 7000
-            assert await asyncio.to_thread(_lags, pools[0][0].url) == []
+            assert await asyncio.to_thread(told_by, pools[0][0].url) == []
 
     asyncio.run(asyncio.wait_for(story(), 30))

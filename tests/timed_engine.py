@@ -11,7 +11,8 @@ from aiohttp import web
 class TimedEngine:
     """Decodes what runs, gives the rest of ``room`` tokens to prompts in order; a step sleeps what ``cost`` says.
 
-    ``log``: (mixed, new_tokens, sequences, context_tokens, attention, seconds as it was) of every step.
+    Of pools it is either engine: it keeps blocks for decode by saying so, and of a prompt that was handed over computes
+    the last token. ``log``: (mixed, new_tokens, sequences, context_tokens, attention, seconds as it was) of every step.
     """
 
     def __init__(self, cost, seats, room, blocks=512, model="m"):
@@ -20,12 +21,17 @@ class TimedEngine:
 
     async def answer(self, http):
         body = await http.json()
+        handed = (body.get("kv_transfer_params") or {}).get("do_remote_prefill")
+        job = {"prompt": len(body["prompt"]), "want": body["max_tokens"], "made": 0, "came": asyncio.Queue(),
+               "computed": len(body["prompt"]) - 1 if handed else 0}  # fmt: skip
+        self.waiting.append(job)
+        if not body["stream"]:
+            while await job["came"].get() is not None:
+                pass
+            return web.json_response({"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [[1]]}})
         assert body["stream_options"]["continuous_usage_stats"] and body["ignore_eos"]
         answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await answer.prepare(http)
-        job = {"prompt": len(body["prompt"]), "want": body["max_tokens"], "computed": 0, "made": 0,
-               "came": asyncio.Queue()}  # fmt: skip
-        self.waiting.append(job)
         while (made := await job["came"].get()) is not None:
             event = {"choices": [{"index": 0, "text": " t"}], "usage": {"completion_tokens": made}}
             await answer.write(b"data: " + json.dumps(event).encode() + b"\n\n")
@@ -67,6 +73,9 @@ class TimedEngine:
     async def models(self, http):
         return web.json_response({"data": [{"id": self.model, "max_model_len": 2048}]})
 
+    async def health(self, http):
+        return web.Response()
+
     async def metrics(self, http):
         return web.Response(text=f'vllm:cache_config_info{{num_gpu_blocks="{self.blocks}"}} 1.0\n')
 
@@ -76,6 +85,7 @@ class TimedEngine:
         app.router.add_post("/v1/completions", self.answer)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/metrics", self.metrics)
+        app.router.add_get("/health", self.health)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)

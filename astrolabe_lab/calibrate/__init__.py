@@ -4,11 +4,12 @@ calibration = calibrate(cluster)            # a running cluster, its URLs, or a 
 calibration.save("C.json"); load("C.json").require(model="...")
 """
 
-from astrolabe_lab.calibrate.artifact import Calibration, Slo, Transfer, load
+from astrolabe_lab.calibrate.artifact import Calibration, Slo, Streamed, Transfer, load
 from astrolabe_lab.calibrate.conduct import calibrate
 from astrolabe_lab.calibrate.probe import Answer, Described, Probe
 from astrolabe_lab.calibrate.simulated import SimulatedTarget
 
 __all__ = [
-    "Answer", "Calibration", "Described", "Probe", "SimulatedTarget", "Slo", "Transfer", "calibrate", "load",
+    "Answer", "Calibration", "Described", "Probe", "SimulatedTarget", "Slo", "Streamed", "Transfer", "calibrate",
+    "load",
 ]  # fmt: skip

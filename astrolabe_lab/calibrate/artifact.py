@@ -36,6 +36,24 @@ class Transfer:
 
 
 @dataclass(frozen=True)
+class Streamed:
+    """Decode steps as clients of a router process see them: ``base_s`` with one stream, ``slope_s`` more for each
+    further one, with intervals.
+
+    ``streams``: the batches looked at, in ``bursts`` bursts; ``loop_lag_p99_s``: 99th percentile of how late the
+    router's event loop was meanwhile, wall seconds.
+    """
+
+    base_s: float
+    slope_s: float
+    base_interval_s: tuple[float, float]
+    slope_interval_s: tuple[float, float]
+    streams: tuple[int, ...]
+    bursts: int
+    loop_lag_p99_s: float
+
+
+@dataclass(frozen=True)
 class Slo:
     """Targets in seconds: ``ttft_s`` and ``tpot_s`` of the tight class; the loose class has ``loose`` times as much."""
 
@@ -57,8 +75,9 @@ class Calibration:
 
     ``cost`` prices every step; ``prefill_base_s`` and ``prefill_token_s`` are tau_pre(n) = base + n * token, first
     tokens on an idle engine; ``decode_s`` is tau_dec, a step of one stream, and ``decode_slope_s`` what each further
-    stream adds to it, both with ``reference_tokens`` of context a stream; ``overhead_s``: what a first token takes
-    beyond its steps. ``intervals``: by name, 95 %. ``gates``: what was checked, by name {value, bound, ok};
+    stream adds to it, both with ``reference_tokens`` of context a stream, asked at the engine itself; ``streamed``: the
+    same through a router (None: simulated, or of an older file); ``overhead_s``: what a first token takes beyond its
+    steps. ``intervals``: by name, 95 %. ``gates``: what was checked, by name {value, bound, ok};
     ``residuals``: by regime, relative; ``rows``: every window and first token measured.
     """
 
@@ -77,6 +96,7 @@ class Calibration:
     kv_blocks: int
     slo: Slo
     transfer: Transfer | None = None
+    streamed: Streamed | None = None
     flags: dict = field(default_factory=dict)
     time_scale: float = 1.0
     bends: tuple[str, ...] = ()
@@ -115,16 +135,17 @@ class Calibration:
         """What a P/D router prices with: the same numbers in its own terms.
 
         A hand-off's base is the transfer's and the decode request's own way; without a measured transfer that alone.
+        Decode steps are those that clients of a router see, where they were measured.
         """
         from astrolabe_lab.disagg.constants import Constants
 
-        transfer = self.transfer or Transfer(0.0, 0.0)
+        transfer, seen = self.transfer or Transfer(0.0, 0.0), self.streamed
         config = self.config
         return Constants(
             prefill_base_s=self.prefill_base_s,
             prefill_per_token_s=self.prefill_token_s,
-            decode_step_s=self.decode_s,
-            decode_slope_s=self.decode_slope_s,
+            decode_step_s=seen.base_s if seen else self.decode_s,
+            decode_slope_s=seen.slope_s if seen else self.decode_slope_s,
             transfer_base_s=transfer.latency_s + self.overhead_s,
             transfer_per_block_s=transfer.per_block_s,
             kv_capacity_tokens=self.kv_tokens,
@@ -169,18 +190,24 @@ class Calibration:
             )
 
     def with_constants(self, **constants) -> Calibration:
-        """A copy with other values of some constants (decode_s=0.0018, ...): miscalibrated on purpose."""
+        """A copy with other values of some constants (decode_s=0.0018, ...): miscalibrated on purpose. Of decode they
+        hold through a router too."""
         allowed = ("prefill_base_s", "prefill_token_s", "decode_s", "decode_slope_s", "overhead_s", "cost", "transfer",
-                   "slo")  # fmt: skip
+                   "streamed", "slo")  # fmt: skip
         if unknown := sorted(set(constants) - set(allowed)):
             raise InputError(f"unknown constants {', '.join(unknown)}; allowed: {', '.join(allowed)}")
+        if self.streamed is not None and "streamed" not in constants:
+            base_s = constants.get("decode_s", self.streamed.base_s)
+            slope_s = constants.get("decode_slope_s", self.streamed.slope_s)
+            constants["streamed"] = replace(self.streamed, base_s=base_s, slope_s=slope_s)
         return replace(self, **constants, gates={}, intervals={})
 
     def to_dict(self) -> dict:
         """A JSON object with the digest of all else in it."""
         entries = {f.name: getattr(self, f.name) for f in fields(self)}
         entries |= {"cost": self.cost.to_dict(), "slo": asdict(self.slo), "bends": list(self.bends)}
-        entries["transfer"] = asdict(self.transfer) if self.transfer else None
+        for name in ("transfer", "streamed"):
+            entries[name] = entries[name] and asdict(entries[name])
         entries = json.loads(json.dumps({"kind": KIND, "version": VERSION, **entries}))
         return entries | {"sha256": _digest(entries)}
 
@@ -213,6 +240,7 @@ class Calibration:
             given["cost"] = StepCost.from_dict(given["cost"])
             given["slo"] = Slo(**given["slo"])
             given["transfer"] = Transfer(**given["transfer"]) if given.get("transfer") else None
+            given["streamed"] = Streamed(**given["streamed"]) if given.get("streamed") else None
             given["bends"] = tuple(given.get("bends", ()))
             return cls(**given)
         except (KeyError, TypeError) as error:

@@ -11,7 +11,7 @@ import numpy as np
 
 from astrolabe_lab.calibrate.artifact import Calibration, Slo
 from astrolabe_lab.calibrate.cells import FirstToken, Observation, Prefill, chunked
-from astrolabe_lab.calibrate.fit import Fitted, fit
+from astrolabe_lab.calibrate.fit import Fitted, fit, line
 from astrolabe_lab.calibrate.plan import Plan, plan_for, roughly
 from astrolabe_lab.calibrate.transfer import measure_transfer
 from astrolabe_lab.cost import StepCost
@@ -23,6 +23,7 @@ RESIDUAL_BOUND = 0.05
 TTFT_FACTOR, TPOT_FACTOR = 2.6, 3.0  # of the unloaded values; Calibrate-then-Route's targets over its constants
 REFERENCE_TOKENS = 256
 RESERVE = 0.12  # of the budget: what a round may overrun, and the transfers
+LAST = 0.02  # of the budget, which nothing may take
 
 
 @dataclass
@@ -31,6 +32,7 @@ class Measured:
 
     windows: list[Observation] = field(default_factory=list)
     first_tokens: list[FirstToken] = field(default_factory=list)
+    streamed: list[dict] = field(default_factory=list)  # a row for each burst through a router
     bursts: int = 0
     rounds: int = 0
     missing: int = 0  # windows that were asked for and could not be read
@@ -76,6 +78,11 @@ def _calibrate(prefill, decode, budget_s, seed, rounds, reference_tokens, say) -
         if pools and target is decode:
             plan = Plan(plan.decode, plan.mixed[:1], ())
         plans.append((target, plan))
+    both = roughs[id(prefill)], roughs[id(decode)]
+    if runs := hasattr(decode, "url"):  # so that a router can stand before it
+        from astrolabe_lab.calibrate import streamed as through
+
+        clock.kept_s = max(through.SHARE * budget_s, through.least_s(decode.describe(), *both, reference_tokens))
     a_round_s = sum(plan.expected_s(roughs[id(target)]) for target, plan in plans)
     rng = stream(seed, "calibration order")
     if clock.left_s(RESERVE) < a_round_s:
@@ -83,7 +90,7 @@ def _calibrate(prefill, decode, budget_s, seed, rounds, reference_tokens, say) -
         say(f"calibrate: the budget of {budget_s:.0f} s does not last for all cells; measuring every other one")
         a_round_s = sum(plan.expected_s(roughs[id(target)]) for target, plan in plans)
         if clock.left_s(RESERVE) < a_round_s:
-            needed = (a_round_s + clock.spent_s) / (1 - RESERVE)
+            needed = (a_round_s + clock.spent_s + clock.kept_s) / (1 - RESERVE)
             raise InputError(f"budget_s={budget_s:g} is too little here: one round needs about {needed:.0f} s")
     for _ in range(rounds):
         begun_s = clock.spent_s
@@ -102,19 +109,26 @@ def _calibrate(prefill, decode, budget_s, seed, rounds, reference_tokens, say) -
         if clock.left_s(RESERVE) < took_s:
             break
     fitted = fit(measured.windows, seed)
-    transfer = measure_transfer(prefill, decode, fitted, clock.left_s(0.02), rng) if _hands_off(decode) else None
-    return _assemble(prefill, decode, measured, fitted, transfer, reference_tokens, clock.spent_s, seed)
+    transfer = measure_transfer(prefill, decode, fitted, clock.left_s(LAST), rng) if _hands_off(decode) else None
+    streamed = None
+    if runs:
+        clock.kept_s = 0.0
+        streamed, measured.streamed = through.measure_streamed(
+            prefill, decode, fitted.cost, both, reference_tokens, rounds, lambda: clock.left_s(LAST), rng
+        )
+        say(f"calibrate: {streamed.bursts} bursts through a router, {clock.spent_s:.0f} of {budget_s:.0f} s")
+    return _assemble(prefill, decode, measured, fitted, transfer, streamed, reference_tokens, clock.spent_s, seed)
 
 
 class _Clock:
-    """The budget, in wall seconds (modelled ones for a simulated cluster)."""
+    """The budget, in wall seconds (modelled ones for a simulated cluster); ``kept_s`` of it are for what comes last."""
 
     def __init__(self, targets, budget_s: float):
         if isinstance(budget_s, bool) or not isinstance(budget_s, (int, float)) or not 0 < budget_s < 1e6:
             raise InputError(f"budget_s={budget_s!r} must be a number of seconds > 0")
         self._targets = [(t, t.now_s(), t.describe().time_scale) for t in targets]
-        self._shared = len({type(t) for t in targets}) == 1 and hasattr(targets[0], "wall")
-        self.budget_s = float(budget_s)
+        self._shared = all(hasattr(t, "wall") for t in targets)
+        self.budget_s, self.kept_s = float(budget_s), 0.0
 
     @property
     def spent_s(self) -> float:
@@ -122,7 +136,7 @@ class _Clock:
         return max(spent) if self._shared else sum(spent)
 
     def left_s(self, reserve: float) -> float:
-        return (1 - reserve) * self.budget_s - self.spent_s
+        return (1 - reserve) * self.budget_s - self.kept_s - self.spent_s
 
 
 def _measure(target, cell, rough, measured: Measured) -> None:
@@ -148,7 +162,7 @@ def _hands_off(target) -> bool:
     return getattr(target, "transfer", None) is not None
 
 
-def _assemble(prefill, decode, measured, fitted: Fitted, transfer, reference, spent_s, seed) -> Calibration:
+def _assemble(prefill, decode, measured, fitted: Fitted, transfer, streamed, reference, spent_s, seed) -> Calibration:
     from astrolabe_lab.record import facts
 
     about, config = decode.describe(), decode.describe().engine
@@ -157,7 +171,7 @@ def _assemble(prefill, decode, measured, fitted: Fitted, transfer, reference, sp
     seconds = np.array([f.seconds for f in measured.first_tokens])
     if len(np.unique(sizes)) < 3:
         raise InputError("calibration: first tokens of 3 prompt lengths are needed; give it more time (budget_s)")
-    (base_s, token_s), tau_intervals = _line(sizes, seconds)
+    (base_s, token_s), (around_base, around_token) = line(sizes, seconds)
     overhead = seconds - np.array([first_token_s(fitted.cost, int(n), chunk) for n in sizes])
     most = config.max_num_seqs
 
@@ -171,7 +185,8 @@ def _assemble(prefill, decode, measured, fitted: Fitted, transfer, reference, sp
     derived = {
         "decode_s": fitted.interval(lambda cost: step(cost, 1)),
         "decode_slope_s": fitted.interval(slope),
-        **tau_intervals,
+        "prefill_base_s": around_base,
+        "prefill_token_s": around_token,
     }
     handed_s = transfer.seconds(-(-reference // config.block_size)) if transfer else 0.0
     unloaded_s = base_s + token_s * reference + handed_s
@@ -192,10 +207,11 @@ def _assemble(prefill, decode, measured, fitted: Fitted, transfer, reference, sp
         kv_blocks=decode.kv_blocks(),
         slo=Slo(TTFT_FACTOR * unloaded_s, TPOT_FACTOR * decode_s),
         transfer=transfer,
+        streamed=streamed,
         flags=dict(about.flags),
         time_scale=about.time_scale,
         bends=fitted.bends,
-        gates=_gates(prefill, decode, residuals),
+        gates=_gates(prefill, decode, residuals, streamed),
         residuals=residuals,
         rows=_rows(measured, fitted),
         seconds=round(spent_s, 3),
@@ -214,20 +230,6 @@ def first_token_s(cost: StepCost, prompt_tokens: int, room: int) -> float:
     )
 
 
-def _line(x, y):
-    """((base, slope), their intervals) of a line through (x, y), relative and robust (Theil-Sen's medians)."""
-    from scipy.stats import theilslopes
-
-    middle = np.array([np.median(y[x == each]) for each in np.unique(x)])
-    slope, _, low, high = theilslopes(middle, np.unique(x), 0.95)
-    base = max(0.0, float(np.median(middle - slope * np.unique(x))))
-    ends = sorted(float(np.median(middle - s * np.unique(x))) for s in (low, high))
-    return (base, max(0.0, float(slope))), {
-        "prefill_base_s": (max(0.0, ends[0]), max(0.0, ends[1])),
-        "prefill_token_s": (max(0.0, float(low)), float(high)),
-    }
-
-
 def _residuals(fitted: Fitted) -> dict:
     found = {}
     for regime, mixed in (("decode", False), ("mixed", True)):
@@ -244,13 +246,14 @@ def _residuals(fitted: Fitted) -> dict:
     return found
 
 
-def _gates(prefill, decode, residuals) -> dict:
+def _gates(prefill, decode, residuals, streamed) -> dict:
     worst = max(residuals[regime]["worst_cell_pct"] for regime in residuals) / 100
     gates = {"worst_cell": {"value": worst, "bound": RESIDUAL_BOUND, "ok": worst <= RESIDUAL_BOUND}}
     lags = [t.loop_lag_s for t in (prefill, decode) if getattr(t, "loop_lag_s", None) is not None]
-    if lags:
-        gates["loop_lag_p99_s"] = {"value": max(lags), "bound": LAG_BOUND_S, "ok": max(lags) <= LAG_BOUND_S}
-    return gates
+    late = {"loop_lag_p99_s": max(lags)} if lags else {}
+    if streamed is not None:
+        late["proxy_loop_lag_p99_s"] = streamed.loop_lag_p99_s
+    return gates | {name: {"value": s, "bound": LAG_BOUND_S, "ok": s <= LAG_BOUND_S} for name, s in late.items()}
 
 
 def _rows(measured: Measured, fitted: Fitted) -> dict:
@@ -265,4 +268,6 @@ def _rows(measured: Measured, fitted: Fitted) -> dict:
              "seconds": round(seconds, 6), "priced_s": round(priced, 6), "burst": observation.burst}
         )  # fmt: skip
     tokens = [{"prompt_tokens": f.prompt_tokens, "seconds": round(f.seconds, 6)} for f in measured.first_tokens]
-    return {"windows": windows, "first_tokens": tokens, "unread": measured.missing}
+    return {
+        "windows": windows, "first_tokens": tokens, "streamed": measured.streamed, "unread": measured.missing,
+    }  # fmt: skip

@@ -20,7 +20,8 @@ def windows(calibration: Calibration) -> pd.DataFrame:
 
 
 def decode_steps(calibration: Calibration) -> go.Figure:
-    """Milliseconds of a decode step over its batch: measured points, and the step cost at short and long contexts."""
+    """Milliseconds of a decode step over its batch: measured points, the step cost at short and long contexts, and what
+    clients of a router saw where that was measured."""
     frame = windows(calibration)
     frame = frame[~frame["mixed"]]
     streams = frame["sequences"].to_numpy()
@@ -38,6 +39,15 @@ def decode_steps(calibration: Calibration) -> go.Figure:
         figure.add_scatter(
             x=batches, y=steps, mode="lines", name=f"step cost, context {context}", line={"color": COLOURS[j]}
         )
+    if seen := calibration.streamed:
+        rows = pd.DataFrame(calibration.rows["streamed"])
+        figure.add_scatter(
+            x=rows["streams"], y=1e3 * rows["step_s"], mode="markers", name="through a router",
+            marker={"color": COLOURS[2], "size": 8, "symbol": "diamond-open"}, text=1e3 * rows["tpot_s"],
+            hovertemplate="%{x} streams<br>%{y:.2f} ms, clients' TPOT %{text:.2f} ms",
+        )  # fmt: skip
+        line = 1e3 * (seen.base_s + seen.slope_s * (batches - 1))
+        figure.add_scatter(x=batches, y=line, mode="lines", name="its slope", line={"color": COLOURS[2], "dash": "dot"})
     figure.update_xaxes(title="streams decoding together").update_yaxes(title="step (ms)", rangemode="tozero")
     return _titled(figure, "What one more stream costs every other one", "colour: context of a stream")
 

@@ -89,6 +89,21 @@ def _bends(observations: list[Observation]) -> tuple[str, ...]:
     return found
 
 
+def line(x, y):
+    """((base, slope), [their intervals]) of a line through ``y`` over ``x``, through medians and robust (Theil-Sen),
+    nothing negative; intervals at 95 %."""
+    from scipy.stats import theilslopes
+
+    sizes = np.unique(x)
+    middle = np.array([np.median(y[x == each]) for each in sizes])
+    slope, _, low, high = theilslopes(middle, sizes, 0.95)
+
+    def base(slope: float) -> float:
+        return max(0.0, float(np.median(middle - slope * sizes)))
+
+    return (base(slope), max(0.0, float(slope))), [(base(high), base(low)), (max(0.0, float(low)), float(high))]
+
+
 def _half(draws, best, freedom: int):
     """Half the width of a 95 % interval, of values resampled on bursts."""
     from scipy.stats import t

@@ -8,6 +8,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from astrolabe_lab.serve.loop_lag import LoopLag
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.urls import urls_of
 
+if TYPE_CHECKING:
+    from astrolabe_lab.engines.cluster_file import ClusterFile
+
 FIRST_ID, LAST_ID = 5, 260  # token ids that any tokenizer has and none treats as special
 
 
@@ -27,18 +31,24 @@ class LiveTarget:
 
     Times are modelled seconds. Bytes are only stamped while a burst runs and read afterwards, so that reading them
     delays none. ``loop_lag_s``: 99th percentile of how late the event loop was during bursts, wall seconds.
+    ``cluster``: the cluster that the engine is of, where its file is known; ``lag``: of a target whose lateness counts
+    together with this one's.
     """
 
     wall = True
     transfer = None
 
-    def __init__(self, url: str, described: Described, seed: int = 0, timeout_s: float = 120.0):
+    def __init__(
+        self, url: str, described: Described, seed: int = 0, timeout_s: float = 120.0,
+        cluster: ClusterFile | None = None, lag: LoopLag | None = None,
+    ):  # fmt: skip
         self.url = url.rstrip("/")
+        self.cluster = cluster
         self._described = described
         self._scale = described.time_scale
         self._rng = stream(seed, f"prompts {time.time_ns()}")  # no prompt of an earlier calibration is in a cache
         self._timeout_s = timeout_s
-        self._lag = LoopLag()
+        self.lag = lag or LoopLag()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="calibration", daemon=True)
         self._thread.start()
@@ -52,7 +62,7 @@ class LiveTarget:
 
     @property
     def loop_lag_s(self) -> float | None:
-        return self._lag.p99_s()
+        return self.lag.p99_s()
 
     def kv_blocks(self) -> int:
         """As the engine's own metrics say; else as its flags do."""
@@ -77,7 +87,7 @@ class LiveTarget:
     async def _burst(self, probes: list[Probe]) -> list[Answer]:
         bodies = [self.body(self.prompt(p.prompt_tokens), p.output_tokens) for p in probes]
         begun = time.monotonic()
-        with self._lag.watching():
+        with self.lag.watching():
             return await asyncio.gather(*(self._one(p, b, begun) for p, b in zip(probes, bodies, strict=True)))
 
     async def _one(self, probe: Probe, body: dict, begun: float) -> Answer:
@@ -206,9 +216,9 @@ def targets_of(cluster):
     described = Described(found.model, device, found.config, found.world, found.time_scale, flags)
     if roles == {"prefill", "decode"}:
         first = {role: next(e["url"] for e in found.engines if e["role"] == role) for role in roles}
-        prefill = LiveTarget(first["prefill"], described)
-        return prefill, PoolTarget(first["decode"], described, prefill)
-    target = LiveTarget(found.engines[0]["url"], described)
+        prefill = LiveTarget(first["prefill"], described, cluster=found)
+        return prefill, PoolTarget(first["decode"], described, prefill, cluster=found)
+    target = LiveTarget(found.engines[0]["url"], described, cluster=found)
     return target, target
 
 

@@ -72,7 +72,7 @@ def plan_for(config: EngineConfig, rough: Rough, prefills: bool = True, decodes:
                 > config.usable_blocks
             ):
                 cell = Decode(batch, max(1, int(0.93 * cell.prompt_tokens)))
-            if cell not in decode and _fits([*cell.probes(rough)], config):
+            if cell not in decode and fits([*cell.probes(rough)], config):
                 decode.append(cell)
     mixed = _mixed(config, rough, tokens, affordable)
     top = int(min(config.max_model_len - 2, affordable, tokens))
@@ -102,10 +102,10 @@ def _mixed(config: EngineConfig, rough: Rough, tokens: int, affordable: float) -
     chunks = [m * (room - few) for m in (1, 2, 4, 8) if m * (room - few) < longest]
     if few and len(chunks) > 1:
         found.append(Mixed(few, 16, tuple(chunks)))
-    return [cell for cell in found if _fits(cell.probes(rough), config)]
+    return [cell for cell in found if fits(cell.probes(rough), config)]
 
 
-def _fits(probes, config: EngineConfig) -> bool:
+def fits(probes, config: EngineConfig) -> bool:
     """Whether the probes fit the KV cache all at once, and each the model's length."""
     blocks = sum(-(-(p.prompt_tokens + p.output_tokens) // config.block_size) for p in probes if p.output_tokens > 1)
     brief = max((-(-p.prompt_tokens // config.block_size) + 1 for p in probes if p.output_tokens == 1), default=0)

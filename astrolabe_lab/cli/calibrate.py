@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import asdict
 
 from astrolabe_lab.cli.values import number, whole
 from astrolabe_lab.errors import InputError
@@ -12,7 +13,7 @@ SUMMARY = "measure a cluster's constants: step cost, prefill, decode, transfers,
 EXAMPLE = "astrolabe calibrate --cluster /tmp/cluster --out C.json"
 DETAILS = (
     "Streams requests of exact lengths, as a router would, for at most --budget-s; the engines should serve nothing "
-    "else meanwhile. Measured on the first engine (of each pool)."
+    "else meanwhile. Measured on the first engine (of each pool), and at last through a router process."
 )
 
 
@@ -63,7 +64,8 @@ def calibrate(args: argparse.Namespace) -> tuple[dict, str]:
     record = {
         "out": str(path), "valid": found.valid, "gates": found.gates, "seconds": found.seconds,
         "rounds": found.rounds, "residuals": found.residuals, "bends": list(found.bends),
-        "constants": found.constants().to_dict(), "figures": args.figures,
+        "constants": found.constants().to_dict(), "decode_slope_s": found.decode_slope_s,
+        "streamed": found.streamed and asdict(found.streamed), "figures": args.figures,
     }  # fmt: skip
     return record, describe(found, path)
 
@@ -108,6 +110,13 @@ def describe(found, path) -> str:
         f"KV cache {found.kv_blocks} blocks, {found.kv_tokens} tokens",
         f"targets  TTFT {_ms(found.slo.ttft_s)}, TPOT {_ms(found.slo.tpot_s)} (tight; loose: {found.slo.loose:g} x)",
     ]
+    if seen := found.streamed:
+        low, high = (1e3 * end for end in seen.slope_interval_s)
+        lines.insert(
+            3,
+            f"streamed {_ms(seen.base_s)} a step of one stream, {1e3 * seen.slope_s:.4f} ms each further one "
+            f"({low:.4f} to {high:.4f}), through a router",
+        )
     if found.transfer:
         lines.insert(2, f"transfer {_ms(found.transfer.latency_s)} + {_ms(found.transfer.per_block_s)} a block")
     lines += [

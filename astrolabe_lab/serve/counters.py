@@ -64,6 +64,7 @@ class Counters:
             if router.drift is not None:
                 yield from router.drift.families()
             yield from self.more(router)
+            yield router.lag.family()
             decisions = HistogramMetricFamily("astrolabe_decision_seconds", "Time to choose an instance")
             edges = [(str(e), n) for e, n in zip(DECISION_BUCKETS_S, self.buckets, strict=True)]
             decisions.add_metric([], [*edges, ("+Inf", self.decisions)], self.decision_s)

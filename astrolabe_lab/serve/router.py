@@ -30,6 +30,7 @@ from .instance import Instance
 from .journal import Journal
 from .limits import Limits
 from .live_view import LiveView
+from .loop_lag import LoopLag
 from .openai_api import PATHS, Asked, Refusal, parse
 from .pages import Pages, check_key
 from .prompt_prefix import BLOCK_TOKENS, prefix_blocks
@@ -83,6 +84,7 @@ class Router:
         self.prefixes = PrefixRecord(
             BLOCK_TOKENS, {i.index: i.engine.usable_blocks * i.engine.block_size for i in self.instances}
         )
+        self.lag = LoopLag()
         self.in_flight = 0
         self.draining = False
         self._dispatch: Dispatch | None = None
@@ -149,6 +151,7 @@ class Router:
                 self.foresight,
             )  # fmt: skip
             watch = Watch(session, self.instances, self.now_s, self.time_scale, self.limits)
+            ends.enter_context(self.lag.watching())
             for watching in (watch, self.drift):
                 if watching is not None:
                     ends.push_async_callback(_end, asyncio.create_task(watching.run()))

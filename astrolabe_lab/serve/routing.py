@@ -41,18 +41,29 @@ def routing(
     ``policy, lengths, journal, seed`` and more ``options`` are that command's. What it says goes to a file in the
     cluster's folder. Raises RouterError where it does not start, or ended before the context did.
     """
-    end_s = Limits().drain_s * cluster.time_scale + CLOSE_S
-    handle, log = tempfile.mkstemp(prefix="router-", suffix=".txt", dir=cluster.folder)
-    words = ["route", "--cluster", str(cluster.folder), "--policy", policy, "--lengths", lengths, "--seed", str(seed)]
+    words = ["--cluster", str(cluster.folder), "--policy", policy, "--lengths", lengths, "--seed", str(seed)]
     words += [*(["--journal", str(journal)] if journal else []), *options]
+    with router(words, cluster.folder, cluster.time_scale) as url:
+        yield url
+
+
+@contextmanager
+def router(words: Sequence[str], folder: str | Path, time_scale: float, key: bool = True) -> Iterator[str]:
+    """The URL of ``astrolabe route`` with these ``words``, as ``routing`` has it; what it says goes to a file in
+    ``folder``. ``key``: whether it asks for the API key of this process' environment, where there is one."""
+    end_s = Limits().drain_s * time_scale + CLOSE_S
+    handle, log = tempfile.mkstemp(prefix="router-", suffix=".txt", dir=folder)
+    environment = os.environ | {"PYTHONPATH": _with_this_package()}
+    if not key:
+        environment.pop("ASTROLABE_API_KEY", None)
     process = subprocess.Popen(
-        guarded([sys.executable, "-m", "astrolabe_lab.cli", *words], end_s),
+        guarded([sys.executable, "-m", "astrolabe_lab.cli", "route", *words], end_s),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=handle,
         start_new_session=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": _with_this_package()},
+        env=environment,
     )
     os.close(handle)
     try:

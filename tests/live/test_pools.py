@@ -12,8 +12,12 @@ import pytest
 
 from astrolabe_lab import arrivals, bench, length
 from astrolabe_lab.calibrate import Transfer
+from astrolabe_lab.calibrate.live import targets_of
+from astrolabe_lab.calibrate.plan import roughly
+from astrolabe_lab.calibrate.streamed import measure_streamed
 from astrolabe_lab.cli import main
 from astrolabe_lab.generators import sharegpt_like
+from astrolabe_lab.rng import stream
 from astrolabe_lab.serve.pools.gates import check_pools, failed_transfers
 from astrolabe_lab.serve.pools.launch import Handover, launch_pools, of_role
 from astrolabe_lab.serve.pools.records import rows
@@ -145,6 +149,19 @@ def test_blocks_that_expired_are_computed_again_and_a_client_that_left_leaves_no
         used = float(line.rsplit(" ", 1)[1])
     assert used == 0.0
     assert sum("expired" in each for each in transfers(emulated)) == 1  # let go, not left to expire
+
+
+def test_the_decode_slope_through_a_router_is_that_of_the_emulated_steps(emulated):
+    until = time.monotonic() + 60
+    prefill, decode = targets_of(emulated.folder)
+    with prefill, decode:
+        roughs, rng = (roughly(prefill), roughly(decode)), stream(0, "test")
+        seen, rows = measure_streamed(
+            prefill, decode, emulated.cost, roughs, 256, 2, lambda: until - time.monotonic(), rng
+        )
+    one_s, all_s = (emulated.cost.step_seconds(n, n, n * 256) for n in (1, emulated.config.max_num_seqs))
+    assert seen.slope_s == pytest.approx((all_s - one_s) / (emulated.config.max_num_seqs - 1), rel=0.25)
+    assert seen.base_s == pytest.approx(one_s, rel=0.1) and len(rows) >= 5
 
 
 @pytest.fixture(scope="module")

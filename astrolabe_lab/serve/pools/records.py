@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,15 +10,11 @@ import numpy as np
 
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve.counters import Counters
-from astrolabe_lab.serve.loop_lag import EDGES_S
 from astrolabe_lab.serve.openai_api import Asked
 from astrolabe_lab.serve.records import Records
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-LAG = "astrolabe_loop_lag_seconds"
 
 
 @dataclass
@@ -33,8 +28,8 @@ class PoolCounters(Counters):
     blocks_handed: int = 0
 
     def more(self, router):
-        """What only a router of pools counts, and how late its event loop is."""
-        from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+        """What only a router of pools counts."""
+        from prometheus_client.core import CounterMetricFamily
 
         for name, text in (
             ("recomputed", "Prompts that a decode engine was asked to compute itself"),
@@ -49,11 +44,6 @@ class PoolCounters(Counters):
         for at, count in router.occupancy.failed.items():
             failed.add_metric([str(at)], count)
         yield failed
-        below = [*accumulate(router.lag.counts)]
-        buckets = [(f"{edge:.6g}".replace("inf", "+Inf"), n) for edge, n in zip(EDGES_S, below, strict=True)]
-        yield HistogramMetricFamily(
-            LAG, "Lateness of the event loop, looked at every 10 ms", buckets=buckets, sum_value=None
-        )
 
 
 @dataclass

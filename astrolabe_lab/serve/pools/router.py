@@ -23,7 +23,6 @@ from astrolabe_lab.request import Request
 from astrolabe_lab.serve.answers import given_up
 from astrolabe_lab.serve.dispatch import ERROR_BYTES, ServerError, Unanswered
 from astrolabe_lab.serve.instance import Instance
-from astrolabe_lab.serve.loop_lag import LoopLag
 from astrolabe_lab.serve.openai_api import Asked, Refusal
 from astrolabe_lab.serve.pools import handoff
 from astrolabe_lab.serve.pools.occupancy import Occupancy
@@ -52,7 +51,6 @@ class PoolRouter(Router):
         if self.constants is None:
             raise InputError("a router of pools prices with constants: give a calibration, or constants from elsewhere")
         self.pairs = PairLedger()
-        self.lag = LoopLag()
         self.records = PoolRecords(
             self.now_s, self.policy_name, self.journal, self.keep_prompts, PoolCounters(), n_prefill=self.n_prefill
         )
@@ -90,11 +88,11 @@ class PoolRouter(Router):
                 inner.count_tokens, inner.foresight,
             )  # fmt: skip
             self._dispatch.n_prefill = self.n_prefill
-            tasks = [asyncio.create_task(self.occupancy.run(inner.session)), asyncio.create_task(self.lag.watch())]
+            polling = asyncio.create_task(self.occupancy.run(inner.session))
             yield
-            for task in (*tasks, *self._releases):
+            for task in (polling, *self._releases):
                 task.cancel()
-            await asyncio.gather(*tasks, *self._releases, return_exceptions=True)
+            await asyncio.gather(polling, *self._releases, return_exceptions=True)
 
     async def _drain(self, app) -> None:
         await super()._drain(app)

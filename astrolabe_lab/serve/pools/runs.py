@@ -23,9 +23,7 @@ from typing import TYPE_CHECKING
 from astrolabe_lab.calibrate.conduct import LAG_BOUND_S
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
-from astrolabe_lab.serve.loop_lag import p99_s
-from astrolabe_lab.serve.pools.records import LAG
-from astrolabe_lab.status.scrape import value_of
+from astrolabe_lab.serve.loop_lag import between_s, told_by
 from astrolabe_lab.sweep.identity import fingerprint, of_requests
 
 if TYPE_CHECKING:
@@ -137,9 +135,9 @@ def run_cells(
         verdicts = asyncio.run(bench.check(engines, pools.model, bench.ISOLATION, pools.time_scale))
         bench.require(verdicts)
         with _routed(cluster, cell, port, out / f"{cell.name}.jsonl", constants) as url:
-            before = _lags(url)
+            before = told_by(url)
             frame = bench.run(url, traces[cell.trace], loads[cell.name], keep=out / f"{cell.name}.rows.jsonl")
-            validity = _in_time(frame.attrs["validity"], before, _lags(url))
+            validity = _in_time(frame.attrs["validity"], before, told_by(url))
         frame = frame.assign(cell=cell.name, policy=cell.label)
         save(frame, path, pool_gates=pool_gates, gates=[asdict(one) for one in verdicts], validity=validity)
         (out / f"{cell.name}.rows.jsonl").unlink(missing_ok=True)
@@ -149,20 +147,10 @@ def run_cells(
     return pd.concat(frames, ignore_index=True)
 
 
-def _lags(url: str) -> list[float]:
-    """How often the router's event loop has been how late so far, as ``LoopLag.counts``; empty where it does not
-    tell."""
-    import urllib.request
-
-    text = urllib.request.urlopen(url + "/metrics", timeout=30).read().decode()
-    below = [value_of(line) for line in text.splitlines() if line.startswith(f"{LAG}_bucket{{")]
-    return [n - before for n, before in zip(below, [0.0, *below], strict=False)]
-
-
 def _in_time(validity: dict, before: list[float], after: list[float]) -> dict:
     """The validity of a run, with the lateness of its router's event loop meanwhile in it; ``before``, ``after``: of
-    ``_lags``."""
-    late_s = p99_s([n - was for n, was in zip(after, before, strict=True)]) if len(before) == len(after) else None
+    ``told_by``."""
+    late_s = between_s(before, after)
     if late_s is None:
         why = "the router does not tell how late its event loop was"
     elif late_s <= LAG_BOUND_S:
