@@ -184,6 +184,7 @@ def test_a_model_in_a_routers_process_is_prepared_as_that_of_the_service_is(save
         ("oracle", "unknown to a router"),
         ("tagger:", "unknown to a router"),
         ("constant:0", "whole number of tokens"),
+        ("constant:0000000000019999999999", "whole number of tokens"),
         ("constant:12,constant=3", "unknown to a router"),
         ("tagger:http://x,konstant=3", "konstant=3"),
         ("tagger:http://x,constant=none", "whole number"),

@@ -244,6 +244,38 @@ def test_what_is_not_served_is_told_in_openai_s_shape(tmp_path, method, path, he
     run(story())
 
 
+@pytest.mark.parametrize("value", ["0", "-1", "1e3", "2147483648", "0" * 13 + "19999999999", "1" + "9" * 5000, "\xb2"])
+def test_a_predicted_length_that_is_none_is_refused_however_it_is_padded(tmp_path, value):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+            session.headers["X-Predicted-Tokens"] = value
+            async with session.post(url + "/v1/completions", json={"model": MODEL, "prompt": "x"}) as answer:
+                assert answer.status == 400 and b"x-predicted-tokens" in await answer.read()
+
+    run(story())
+
+
+@pytest.mark.parametrize("index", ["0" * 12 + "9", "0" * 13, "9" * 5000, "1", "\xb2"])
+def test_an_instance_that_is_none_is_not_found_however_it_is_padded(tmp_path, index):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+            async with session.post(f"{url}/instances/{index}", json={"draining": True}) as answer:
+                assert answer.status == 404
+
+    run(story())
+
+
+@pytest.mark.parametrize("path", ["/instances/0", "/v1/completions"])
+def test_a_body_that_is_not_compressed_as_it_says_is_refused(tmp_path, path):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+            headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+            async with session.post(url + path, data=b"no gzip", headers=headers) as answer:
+                assert answer.status == 400 and "error" in await answer.json()
+
+    run(story())
+
+
 def test_heads_are_bounded(tmp_path):
     async def story():
         async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, _, url):

@@ -177,7 +177,7 @@ async def _body(request: Request, limits: Limits) -> bytes:
         raise _Refusal(415, "content_encoding", "send the body uncompressed")
     length = request.headers.get("content-length", "0")
     too_large = _Refusal(413, "too_large", f"the body is over {limits.max_body_bytes:,} bytes: send fewer prompts")
-    if length.isdigit() and int(length[:20]) > limits.max_body_bytes:
+    if length.isdecimal() and (len(length) > 18 or int(length) > limits.max_body_bytes):
         raise too_large
     parts, size = [], 0
     try:

@@ -117,6 +117,6 @@ def _in_process(directory: str, deadline_s: float, constant: int | None) -> Leng
 
 
 def _whole(spec: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:12]) < 2**31):
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and 1 <= int(text) < 2**31):
         raise InputError(f"lengths {spec!r}: a constant is a whole number of tokens >= 1, for example constant:256")
     return int(text)

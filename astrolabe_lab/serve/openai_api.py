@@ -90,7 +90,7 @@ def _predicted(headers) -> int | None:
     value = headers.get("x-predicted-tokens")
     if value is None:
         return None
-    if not (value.isascii() and value.isdigit() and 1 <= int(value[:12]) < 2**31):
+    if not (value.isascii() and value.isdigit() and len(value) <= 10 and 1 <= int(value) < 2**31):
         raise Refusal(400, f"x-predicted-tokens={value!r:.60} must be a whole number from 1 to 2147483647")
     return int(value)
 

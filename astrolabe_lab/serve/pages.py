@@ -66,14 +66,12 @@ class Pages:
         """
         check_key(self._router.api_key, http.headers.get("authorization"))
         index = http.match_info["index"]
-        if not (index.isascii() and index.isdigit() and int(index[:9]) < len(self._router.instances)):
+        if index not in map(str, range(len(self._router.instances))):
             raise Refusal(404, f"there is no instance {index!r:.40}; they are 0..{len(self._router.instances) - 1}")
         if http.content_type != "application/json":
             raise Refusal(415, "send application/json")
         try:
-            told = json.loads(await asyncio.wait_for(http.read(), BODY_S))
-        except TimeoutError:
-            raise Refusal(408, "the body did not arrive in time") from None
+            told = json.loads(await read_body(http, BODY_S))
         except (ValueError, RecursionError):
             raise Refusal(400, "the body is not JSON") from None
         if not isinstance(told, dict) or set(told) != {"draining"} or not isinstance(told["draining"], bool):
@@ -100,6 +98,20 @@ def _describe(instance, now_s: float) -> dict:
         "status_age_s": max(0.0, now_s - status.taken_s),
         "restarts": instance.restarts,
     }
+
+
+async def read_body(http: web.Request, within_s: float) -> bytes:
+    """The body, whole; raises Refusal for one that is too large, too slow (wall s) or damaged."""
+    try:
+        return await asyncio.wait_for(http.read(), within_s)
+    except web.HTTPRequestEntityTooLarge:
+        raise Refusal(413, f"the body is larger than {http.client_max_size} bytes") from None
+    except TimeoutError:
+        raise Refusal(408, "the body did not arrive in time") from None
+    except ConnectionError:
+        raise asyncio.CancelledError("the client went away") from None
+    except (web.RequestPayloadError, web.HTTPException, ValueError) as error:
+        raise Refusal(400, f"the body cannot be read: {error}") from None
 
 
 def check_key(key: str | None, authorization: str | None) -> None:

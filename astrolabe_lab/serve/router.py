@@ -32,7 +32,7 @@ from .limits import Limits
 from .live_view import LiveView
 from .loop_lag import LoopLag
 from .openai_api import PATHS, Asked, Refusal, parse
-from .pages import Pages, check_key
+from .pages import Pages, check_key, read_body
 from .prompt_prefix import BLOCK_TOKENS, prefix_blocks
 from .records import Records
 from .remote import RemotePredictors
@@ -203,25 +203,14 @@ class Router:
 
     async def _read(self, http: web.Request, rid: int, arrived_s: float) -> tuple[Request, Asked, tuple[str, str]]:
         """The request with what a policy may know of it; where its two token counts came from."""
-        asked = parse(http.path, await self._body(http), http.headers, self.models)
+        body = await read_body(http, self.limits.body_s * self.time_scale)
+        asked = parse(http.path, body, http.headers, self.models)
         (prompt_tokens, counted), (predicted, tagged) = await asyncio.gather(
             self.count_tokens(asked), self.lengths(asked)
         )
         self.records.counters.lengths[tagged] += 1
         request = Request(rid, arrived_s, max(prompt_tokens, 1), predicted, asked.slo, prefix_blocks(asked))
         return request, asked, (counted, tagged)
-
-    async def _body(self, http: web.Request) -> bytes:
-        try:
-            return await asyncio.wait_for(http.read(), self.limits.body_s * self.time_scale)
-        except web.HTTPRequestEntityTooLarge:
-            raise Refusal(413, f"the body is larger than {self.limits.body_bytes} bytes") from None
-        except TimeoutError:
-            raise Refusal(408, "the body did not arrive in time") from None
-        except ConnectionError:
-            raise asyncio.CancelledError("the client went away") from None
-        except (web.RequestPayloadError, web.HTTPException, ValueError) as error:
-            raise Refusal(400, f"the body cannot be read: {error}") from None
 
     async def _serve(self, http, request: Request, asked: Asked, origins: tuple[str, str]) -> web.StreamResponse:
         tried: dict[int, Unanswered] = {}
