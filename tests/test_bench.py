@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -193,6 +194,40 @@ def test_a_run_does_not_go_on_under_another_policy_or_with_other_prompts(tmp_pat
     keep.unlink()
     begin(keep, trace, ids, served)
     assert begin(keep, reworded, ids, served).segment == 1  # token ids are sent, whatever the texts are
+
+
+@pytest.mark.parametrize(
+    "line", ["[1]", '{"x": 1}', '{"row": 0}', '{"run": 3}', "[" * 100_000, '{"row": 0, "scheduled_s": "soon"}', "null"]
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_kept_file_with_a_line_of_something_else_is_refused_by_file_and_line(tmp_path, line, first):
+    keep, trace, served = tmp_path / "rows.jsonl", trace_of(3, 0.0), bench.Served(4096, True, "emulated", 1.0)
+    begin(keep, trace, bench.Load(MODEL), served)
+    keep.write_text(f"{line}\n" if first else f"{keep.read_text()}{line}\n")
+    with pytest.raises(InputError, match=rf"rows.jsonl, line {1 if first else 2}: no row"):
+        begin(keep, trace, bench.Load(MODEL), served)
+    keep.unlink()
+    begin(keep, trace, bench.Load(MODEL), served)  # whoever refused has let go of it
+
+
+def test_a_second_run_with_the_same_output_is_refused_in_one_line_and_the_first_ends_well(tmp_path, capsys):
+    out, codes = tmp_path / "r.parquet", {}
+    with serving(tmp_path / "j") as url:
+        words = ["bench", "--url", url, "--model", MODEL, "--trace", "sharegpt_like", "--requests", "30", "--exact"]
+        words += ["--qps", "20", "--gates", "off", "--out", str(out)]
+        first = threading.Thread(target=lambda: codes.update(first=cli.main(words)))
+        first.start()
+        while not (keep := tmp_path / "r.parquet.rows.jsonl").exists():
+            time.sleep(0.01)
+        capsys.readouterr()
+        assert cli.main(words) == 2
+        errors = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+        assert errors == [
+            f"astrolabe: error: {keep} is in use by another run: wait for its end, or give another output"
+        ]
+        first.join()
+    assert codes == {"first": 0} and len(pd.read_parquet(out)) == 30
+    assert [path.name for path in tmp_path.iterdir() if "rows" in path.name] == []
 
 
 def begin(keep, trace, load, served):

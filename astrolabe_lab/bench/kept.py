@@ -1,13 +1,17 @@
 """The rows of a run as they come, one JSON line each, so that a run that is killed loses none of them.
 
 A run that finds such a file of its own goes on with what is missing. The answers that were under way are asked again.
+One run at a time has the file.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, fields
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,23 +24,68 @@ if TYPE_CHECKING:
 VERSION = 2
 NAMED = ("rid", "arrived_s", "prompt_tokens", "output_tokens", "predicted_tokens", "slo")
 SECRET = ("api_key",)
+KINDS = {"int": (int,), "float": (int, float), "str": (str,), "int | None": (int, type(None))}  # of JSON
+
+
+@dataclass(slots=True)
+class Sent:
+    """One request and what became of it; times in modelled s since the run's start."""
+
+    row: int
+    scheduled_s: float
+    sent_s: float = math.nan
+    first_token_s: float = math.nan
+    finished_s: float = math.nan
+    tokens: int = 0
+    prompt_tokens: int | None = None
+    status: str = "failed"
+    reason: str = ""
+    instance: int = -1
+    predicted_e2e_s: float = math.nan
+    decision_s: float = math.nan
+    segment: int = 0
+
+
+@contextmanager
+def alone(path: str | Path) -> Iterator[None]:
+    """Keep other runs from the file of rows ``path``; within this block a ``Kept`` of it may be made. Raises InputError
+    where another run has it."""
+    import filelock
+
+    path = Path(path)
+    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
+    try:
+        lock.acquire()
+    except filelock.Timeout:
+        raise InputError(f"{path} is in use by another run: wait for its end, or give another output") from None
+    except OSError as error:
+        raise InputError(f"{path}: rows cannot be kept there: {error.strerror}") from None
+    try:
+        yield
+    finally:
+        if lock.lock_counter == 1:
+            Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
 
 
 class Kept:
     """Rows in the file ``path``. ``found``: those of earlier runs, by row of the trace; ``segment``: which run this is,
-    from 0. Raises InputError where the file holds another run's rows."""
+    from 0. Raises InputError where the file holds another run's rows or none of ours, or another run has it."""
 
     def __init__(self, path: str | Path, trace: pd.DataFrame, load: Load, url: str, served: Served):
         self.path = Path(path)
         self.found: dict[int, dict] = {}
         self.segment = 0
         self._run = _identity(trace, load, url, served)
-        if self.path.exists():
-            self._read(len(trace))
-        try:
-            self._file = self.path.open("a")
-        except OSError as error:
-            raise InputError(f"{self.path}: rows cannot be kept there: {error.strerror}") from None
+        with ExitStack() as opened:
+            opened.enter_context(alone(self.path))
+            try:
+                if self.path.exists():
+                    self._read(len(trace))
+                self._file = opened.enter_context(self.path.open("a"))
+            except OSError as error:
+                raise InputError(f"{self.path}: rows cannot be kept there: {error.strerror}") from None
+            self._opened = opened.pop_all()
         self._write({"version": VERSION, "run": self._run, "segment": self.segment})
 
     def add(self, record) -> None:
@@ -44,7 +93,7 @@ class Kept:
         self._write({field.name: getattr(record, field.name) for field in fields(record)})
 
     def close(self) -> None:
-        self._file.close()
+        self._opened.close()
 
     def _other(self, entry: dict) -> str:
         """How the run that wrote ``entry`` differs from this one; empty where it does not."""
@@ -63,17 +112,43 @@ class Kept:
         if len(whole) < len(raw):  # a torn last line: its request is asked again
             with self.path.open("rb+") as file:
                 file.truncate(len(whole))
-        for line in whole.splitlines():
+        begun = False
+        for number, line in enumerate(whole.splitlines(), 1):
             try:
                 entry = json.loads(line)
+            except RecursionError:
+                entry = None
             except ValueError:
                 continue
-            if "run" in entry:
+            if _begins(entry):
                 if other := self._other(entry):
                     raise InputError(f"{self.path} holds rows of another run ({other}): remove it, or name another")
-                self.segment = entry["segment"] + 1
+                self.segment, begun = entry["segment"] + 1, True
+            elif not (begun and _is_row(entry)):
+                raise InputError(
+                    f"{self.path}, line {number}: no row that a run kept: remove the file, or name another"
+                )
             elif 0 <= entry["row"] < of:
                 self.found[entry["row"]] = entry
+
+
+def _begins(entry: object) -> bool:
+    """Whether that is the line a run begins with."""
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("run"), dict)
+        and type(entry.get("segment")) is int
+        and "version" in entry
+    )
+
+
+def _is_row(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {field.name for field in fields(Sent)}
+        and type(entry["row"]) is int
+        and all(type(entry[field.name]) in KINDS[field.type] for field in fields(Sent))
+    )
 
 
 def _identity(trace: pd.DataFrame, load: Load, url: str, served: Served) -> dict:

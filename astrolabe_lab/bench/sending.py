@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.bench.frame import frame_of
-from astrolabe_lab.bench.kept import Kept
+from astrolabe_lab.bench.kept import Kept, Sent
 from astrolabe_lab.bench.load import Load, ask_served, request_of
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.event_loop import few_pauses
@@ -19,25 +19,6 @@ from astrolabe_lab.serve.stream import Watcher
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-@dataclass(slots=True)
-class Sent:
-    """One request and what became of it; times in modelled s since the run's start."""
-
-    row: int
-    scheduled_s: float
-    sent_s: float = math.nan
-    first_token_s: float = math.nan
-    finished_s: float = math.nan
-    tokens: int = 0
-    prompt_tokens: int | None = None
-    status: str = "failed"
-    reason: str = ""
-    instance: int = -1
-    predicted_e2e_s: float = math.nan
-    decision_s: float = math.nan
-    segment: int = 0
 
 
 async def drive(

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import time
+from pathlib import Path
 
 from astrolabe_lab.cli import requests as cli_requests
 from astrolabe_lab.cli.values import number, whole
@@ -49,15 +50,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> tuple[dict, str]:
+    from astrolabe_lab.bench.kept import alone
+    from astrolabe_lab.result import check_output
+
+    out = check_output(args.out)
+    keep = out.with_name(out.name + ".rows.jsonl")
+    with alone(keep):  # before the gates: two runs would ask the same engines
+        return _measured(args, out, keep)
+
+
+def _measured(args: argparse.Namespace, out: Path, keep: Path) -> tuple[dict, str]:
     from astrolabe_lab import length
     from astrolabe_lab.bench import Load, both_goodputs, run
     from astrolabe_lab.bench.engines import preemptions
     from astrolabe_lab.bench.host import HostPace
     from astrolabe_lab.measure import summarise
     from astrolabe_lab.measure.slo import SLO
-    from astrolabe_lab.result import check_output, save
+    from astrolabe_lab.result import save
 
-    out = check_output(args.out)
     slo = SLO.parse(args.slo) if args.slo else None
     args.url = url_of(args.url, "--url")
     engines, paces = _places(args)
@@ -70,7 +80,6 @@ def bench(args: argparse.Namespace) -> tuple[dict, str]:
         args.ramp_s, False, args.source, os.environ.get("ASTROLABE_API_KEY") or None,
     )  # fmt: skip
     verdicts = asyncio.run(_gates(args, engines, load))
-    keep = out.with_name(out.name + ".rows.jsonl")
     before = asyncio.run(preemptions(engines))
     pace = HostPace(paces)
     try:
