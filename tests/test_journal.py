@@ -35,15 +35,15 @@ def test_a_disk_that_fills_up_and_is_freed_leaves_whole_lines_only(tmp_path):
         from astrolabe_lab.serve.journal import Journal
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         kept = Journal({str(tmp_path / "j")!r})
-        kept.write({{"rid": 0, "pad": "x" * 100}})
+        kept.write({{"event": "x", "rid": 0, "pad": "x" * 100}})
         time.sleep(0.5)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1500, hard))
         for rid in range(1, 50):
-            kept.write({{"rid": rid, "pad": "x" * 100}})
+            kept.write({{"event": "x", "rid": rid, "pad": "x" * 100}})
         time.sleep(0.8)
         assert kept.lost > 0 and "large" in kept.trouble, (kept.lost, kept.trouble)
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        kept.write({{"rid": 50, "pad": "x" * 100}})
+        kept.write({{"event": "x", "rid": 50, "pad": "x" * 100}})
         kept.close()
         print(kept.written, kept.lost)
     """
@@ -57,21 +57,21 @@ def test_a_disk_that_fills_up_and_is_freed_leaves_whole_lines_only(tmp_path):
 
 def test_a_torn_last_line_is_cut_by_the_next_writer_and_said_to_the_reader(tmp_path):
     path = tmp_path / "j"
-    path.write_bytes(journal.line_of({"rid": 1}) + b'{"version":1,"rid":2,"pa')
+    path.write_bytes(journal.line_of({"event": "x", "rid": 1}) + b'{"version":1,"rid":2,"pa')
     told = []
     assert [e["rid"] for e in journal.read(path, torn=told.append)] == [1]
     assert told == [2]
     kept = journal.Journal(path)
-    kept.write({"rid": 3})
+    kept.write({"event": "x", "rid": 3})
     kept.close()
     assert [e["rid"] for e in journal.read(path)] == [1, 3]
 
 
 def test_an_entry_that_is_no_json_costs_itself_alone(tmp_path):
     kept = journal.Journal(tmp_path / "j")
-    kept.write({"rid": 1})
-    kept.write({"rid": 2, "what": object()})
-    kept.write({"rid": 3})
+    kept.write({"event": "x", "rid": 1})
+    kept.write({"event": "x", "rid": 2, "what": object()})
+    kept.write({"event": "x", "rid": 3})
     kept.close()
     assert [e["rid"] for e in journal.read(tmp_path / "j")] == [1, 3]
     assert kept.lost == 1 and "no place in a journal" in kept.trouble
@@ -84,4 +84,10 @@ def test_a_journal_that_cannot_be_opened_or_read_says_so(tmp_path):
         list(journal.read(tmp_path / "nothing"))
     (tmp_path / "j").write_text('{"version": 2}\n')
     with pytest.raises(InputError, match="line 1: not an entry of version 1"):
+        list(journal.read(tmp_path / "j"))
+    (tmp_path / "j").write_text('{"version": 1}\n')
+    with pytest.raises(InputError, match="line 1: does not say of which event it is"):
+        list(journal.read(tmp_path / "j"))
+    (tmp_path / "j").write_text("[" * 100_000 + "\n")
+    with pytest.raises(InputError, match="line 1: not JSON"):
         list(journal.read(tmp_path / "j"))

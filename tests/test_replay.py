@@ -219,6 +219,18 @@ def test_decisions_of_an_earlier_journal_are_counted_and_a_headless_one_is_refus
         replay(tmp_path / "damaged", "random")
 
 
+def test_a_journal_without_decisions_says_so(recorded, tmp_path, capsys):
+    entries = list(journal.read(recorded))
+    for kept in ([], entries[:1]):
+        (tmp_path / "idle").write_bytes(b"".join(map(journal.line_of, kept)))
+        assert main(["replay", str(tmp_path / "idle")]) == 2
+        assert f"journal '{tmp_path / 'idle'}' holds no decisions" in capsys.readouterr().err
+    old = [{k: v for k, v in e.items() if k != "statuses"} for e in entries]
+    (tmp_path / "old").write_bytes(b"".join(map(journal.line_of, old)))
+    assert main(["replay", str(tmp_path / "old")]) == 0
+    assert f"{N} decisions hold no statuses" in capsys.readouterr().out
+
+
 def test_a_router_without_predictors_is_replayed_with_a_named_step_cost(tmp_path):
     async def story():
         async with scripted_engines(2) as engines, routed(engines, tmp_path / "j") as (_, session, url):

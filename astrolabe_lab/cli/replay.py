@@ -67,8 +67,7 @@ def replay(args: argparse.Namespace) -> tuple[dict, str]:
         text.append(
             f"{told['probes']:,} of them are probes, which went to all candidates: the router chose nothing there"
         )
-    if told["torn_line"] is not None:
-        text.append(f"line {told['torn_line']} is torn (its writer ended while it wrote) and was left out")
+    text += _of_torn(told)
     if told["without_status"]:
         text.append(f"{told['without_status']:,} decisions hold no statuses and were left out")
     if out:
@@ -90,9 +89,16 @@ def _replay_pools(args: argparse.Namespace, out: Path | None) -> tuple[dict, str
     name = routers.spec(policy)
     frame = decide_again(args.journal, policy, name=name, seed=args.seed)
     told = {"journal": args.journal, "policy": name, "decisions": len(frame), "agreement": float(frame["same"].mean())}
+    told |= frame.attrs
     text = [f"{len(frame):,} decisions over pools under {name}, {told['agreement']:.1%} as the router's own"]
+    text += _of_torn(told)
     if out:
         save(frame, out, policy=name)
         told["out"] = str(out)
         text.append(f"wrote {out}")
     return told, "\n".join(text)
+
+
+def _of_torn(told: dict) -> list[str]:
+    line = told["torn_line"]
+    return [] if line is None else [f"line {line} is torn (its writer ended while it wrote) and was left out"]

@@ -133,6 +133,11 @@ def _packed(value):
 def read(path: str | Path, torn: Callable[[int], None] | None = None) -> Iterator[dict]:
     """The entries of a journal, in order. A torn last line is left out (``torn`` is told its number); InputError for a
     damaged line before it, a file that cannot be read, or another version."""
+    return (entry for _, entry in numbered(path, torn))
+
+
+def numbered(path: str | Path, torn: Callable[[int], None] | None = None) -> Iterator[tuple[int, dict]]:
+    """The entries as ``read`` gives them, each with the number of its line."""
     path = Path(path)
     try:
         file = path.open("rb")
@@ -148,11 +153,13 @@ def read(path: str | Path, torn: Callable[[int], None] | None = None) -> Iterato
                 continue
             try:
                 entry = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 raise InputError(f"journal {str(path)!r}, line {number}: not JSON; remove it to read on") from None
             if not isinstance(entry, dict) or entry.get("version") != VERSION:
                 raise InputError(f"journal {str(path)!r}, line {number}: not an entry of version {VERSION}")
-            yield entry
+            if not isinstance(entry.get("event"), str):
+                raise InputError(f"journal {str(path)!r}, line {number}: does not say of which event it is")
+            yield number, entry
 
 
 def _end_torn_line(path: Path) -> None:

@@ -43,6 +43,8 @@ COLUMNS = (
     *("recorded_regret_s", "measured_e2e_s", "measured_regret_s"),
 )
 
+BOTH_KINDS = "decisions of whole engines and of pools in one journal; replay each router's part by itself"
+
 
 def replay(
     path: str | Path,
@@ -75,9 +77,12 @@ def replay(
         if kept.resumed and goes_on is not None:
             goes_on(kept.resumed)
         rows = list(replayer.rows(kept, progress))
+        if not rows and not replayer.without_status:
+            raise InputError(f"journal {str(path)!r} holds no decisions")
     for row in rows:
         replayer.measure(row)
     frame = pd.DataFrame([[row[name] for name in COLUMNS] for row in rows], columns=COLUMNS)
+    frame = frame.astype({name: float for name in COLUMNS if name.endswith("_s")})  # of no rows they would be objects
     frame.attrs = {
         "policy": policies.spec(policy), "seed": replayer.seed, "torn_line": replayer.torn_line,
         "without_status": replayer.without_status,
@@ -170,6 +175,8 @@ class Replayer:
                     self.without_status += 1
                 elif event in ("outcome", "probe"):
                     self._learn(entry)
+                elif event == "pair":
+                    raise InputError(BOTH_KINDS)
             except (KeyError, TypeError, ValueError, IndexError) as error:
                 if isinstance(error, InputError):
                     raise InputError(f"journal {str(self.path)!r}, request {entry.get('rid')}: {error}") from None

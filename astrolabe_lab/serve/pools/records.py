@@ -113,34 +113,45 @@ def rows(path: str | Path) -> pd.DataFrame:
     """
     import pandas as pd
 
-    from astrolabe_lab.serve.journal import read
+    from astrolabe_lab.errors import InputError
+    from astrolabe_lab.serve.journal import numbered
 
     found: dict[int, dict] = {}
-    for entry in read(path):
-        if (rid := entry.get("rid")) is None:
-            continue
-        row = found.setdefault(rid, {"rid": rid, "attempts": 0, "status": "unfinished"})
-        if entry["event"] == "pair":
-            row["attempts"] += 1
-            for name in (
-                "arrived_s", "prompt_tokens", "predicted_tokens", "slo", "prefill_instance", "decode_instance",
-                "decision_s", "policy",
-            ):  # fmt: skip
-                row[name] = entry[name]
-        elif entry["event"] == "prefilled" and entry["status"] == "ok":
-            row["prefill_finished_s"], row["blocks"] = entry["time_s"], entry["blocks"]
-        elif entry["event"] == "outcome":
-            row.setdefault("arrived_s", entry["arrived_s"])
-            if entry["status"] == "retried":
-                continue
-            row |= {
-                "status": entry["status"], "reason": entry["reason"], "finished_s": entry["time_s"],
-                "transfer_started_s": row.get("prefill_finished_s"), "first_token_s": entry.get("first_token_s"),
-                "ttft_s": entry.get("ttft_s"), "e2e_s": entry.get("e2e_s"),
-                "generated_tokens": entry.get("output_tokens", 0),
-            }  # fmt: skip
+    for line, entry in numbered(path):
+        try:
+            _into(found, entry)
+        except (KeyError, TypeError) as error:
+            raise InputError(
+                f"journal {str(path)!r}, line {line}: its {entry['event']} is damaged ({error!r})"
+            ) from None
     frame = pd.DataFrame(list(found.values()))
     return frame.sort_values("arrived_s", ignore_index=True) if len(frame) else frame
+
+
+def _into(found: dict[int, dict], entry: dict) -> None:
+    """What the entry tells of a request goes into its row."""
+    if (rid := entry.get("rid")) is None:
+        return
+    row = found.setdefault(rid, {"rid": rid, "attempts": 0, "status": "unfinished"})
+    if entry["event"] == "pair":
+        row["attempts"] += 1
+        for name in (
+            "arrived_s", "prompt_tokens", "predicted_tokens", "slo", "prefill_instance", "decode_instance",
+            "decision_s", "policy",
+        ):  # fmt: skip
+            row[name] = entry[name]
+    elif entry["event"] == "prefilled" and entry["status"] == "ok":
+        row["prefill_finished_s"], row["blocks"] = entry["time_s"], entry["blocks"]
+    elif entry["event"] == "outcome":
+        row.setdefault("arrived_s", entry["arrived_s"])
+        if entry["status"] == "retried":
+            return
+        row |= {
+            "status": entry["status"], "reason": entry["reason"], "finished_s": entry["time_s"],
+            "transfer_started_s": row.get("prefill_finished_s"), "first_token_s": entry.get("first_token_s"),
+            "ttft_s": entry.get("ttft_s"), "e2e_s": entry.get("e2e_s"),
+            "generated_tokens": entry.get("output_tokens", 0),
+        }  # fmt: skip
 
 
 def _plain(rows: np.ndarray) -> list[dict]:
