@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -133,6 +134,29 @@ def test_a_preset_gives_the_step_cost_that_a_cluster_does_not_tell(tmp_path, cap
     assert "give one of them" in capsys.readouterr().err
     assert main(["sidecar", *cluster, "--instance", "0"]) == 2
     assert "has no step cost to predict with: give --cost, or --preset" in capsys.readouterr().err
+
+
+def test_a_router_begins_its_journal_when_it_listens_and_lets_no_other_in(tmp_path):
+    """The first ends, the next goes on in the same journal."""
+    kept = tmp_path / "j"
+    words = ("route", "--engines", "http://127.0.0.1:9", "--policy", "round_robin", "--journal", str(kept))
+    pools = ("route", "--prefill", "http://127.0.0.1:8", "--decode", "http://127.0.0.1:9", "--constants-from", "paper")
+
+    def refused(*words):
+        done = subprocess.run([sys.executable, "-m", "astrolabe_lab.cli", *words], capture_output=True, text=True)
+        assert done.returncode == 2
+        return done.stderr
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for router in (words, (*pools, "--policy", "random", "--journal", str(kept))):
+            assert "cannot listen on" in refused(*router, "--port", str(taken.getsockname()[1]))
+    assert not kept.read_bytes()
+    with command(*words):
+        assert "is being written by another router: give each its own" in refused(*words)
+    with command(*words):
+        pass
+    assert [e["event"] for e in journal.read(kept)] == ["router", "router"]
+    assert "journal '' cannot be written" in refused(*words[:-1], "")
 
 
 def test_a_router_is_bounded_as_its_options_say(tmp_path):

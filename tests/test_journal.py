@@ -1,8 +1,11 @@
 """A journal loses lines where the disk is full, never requests, and never half a line."""
 
+import errno
+import os
 import subprocess
 import sys
 import textwrap
+import time
 
 import pytest
 
@@ -19,13 +22,54 @@ def test_what_is_written_is_read_in_order(tmp_path):
     assert (kept.written, kept.lost) == (1000, 0)
 
 
-def test_on_a_full_device_lines_are_lost_and_counted_and_nobody_waits():
-    kept = journal.Journal("/dev/full")
+def test_on_a_full_disk_lines_are_lost_counted_and_told_once_and_nobody_waits(tmp_path, monkeypatch, caplog):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    kept = journal.Journal(tmp_path / "j")
     for rid in range(100):
         kept.write({"event": "outcome", "rid": rid})
+        time.sleep(0.01)
     kept.close()
     assert (kept.written, kept.lost) == (0, 100)
     assert "No space left" in kept.trouble
+    first, last = caplog.messages
+    assert "loses lines: No space left on device" in first and "100 lines lost, 0 written" in last
+
+
+def test_lines_that_wait_past_the_bound_are_told_as_lost(tmp_path, caplog):
+    kept = journal.Journal(tmp_path / "j", bound=1, waits=True)
+    kept.write({"event": "outcome", "rid": 1})
+    kept.write({"event": "outcome", "rid": 2})
+    kept.start()
+    kept.close()
+    assert [e["rid"] for e in journal.read(tmp_path / "j")] == [1]
+    assert "loses lines: 1 lines wait for the disk" in caplog.messages[0]
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "/dev/null", "pipe", ""])
+def test_what_is_no_file_is_no_journal(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(InputError, match=f"journal {place!r} cannot be written: it is no regular file"):
+        journal.Journal(place)
+
+
+def test_a_journal_is_one_writer_s_until_it_ends(tmp_path):
+    (tmp_path / "j").write_bytes(journal.line_of({"event": "x", "rid": 1}) + b"torn")
+    first, second = (journal.Journal(tmp_path / "j", waits=True) for _ in range(2))
+    second.write({"event": "x", "rid": 2})
+    second.close()
+    assert (tmp_path / "j").read_bytes().endswith(b"torn")  # it never started
+    first.start()
+    with pytest.raises(InputError, match="is being written by another router"):
+        journal.Journal(tmp_path / "j")
+    first.close()
+    third = journal.Journal(tmp_path / "j")
+    third.write({"event": "x", "rid": 3})
+    third.close()
+    assert [e["rid"] for e in journal.read(tmp_path / "j")] == [1, 3]
 
 
 def test_a_disk_that_fills_up_and_is_freed_leaves_whole_lines_only(tmp_path):

@@ -217,7 +217,7 @@ def _router(args):
         lengths_of(args.lengths),
         time_scale=time_scale,
         limits=limits_of(args),
-        journal=Journal(args.journal) if args.journal else None,
+        journal=Journal(args.journal, waits=True) if args.journal is not None else None,
         keep_prompts=args.journal_prompts,
         seed=args.seed,
         name_requests=bool(args.cluster),

@@ -73,7 +73,8 @@ def pool_router(args):
     router = PoolRouter(
         [Instance(i, url, config, None, status) for i, (url, status) in enumerate([*prefill, *decode])],
         policy, args.policy, models, ByTokenizer(tokenizer) if tokenizer else ByBytes(), lengths_of(args.lengths),
-        time_scale=time_scale, limits=limits_of(args), journal=Journal(args.journal) if args.journal else None,
+        time_scale=time_scale, limits=limits_of(args),
+        journal=Journal(args.journal, waits=True) if args.journal is not None else None,
         keep_prompts=args.journal_prompts, seed=args.seed, name_requests=bool(args.cluster), source=source,
         n_prefill=len(prefill), constants=constants,
     )  # fmt: skip

@@ -61,7 +61,8 @@ def router_of(
     return Router(
         instances, policy, policies.spec(policy), [cluster.model], count_tokens or ByBytes(),
         lengths_of(lengths) if isinstance(lengths, str) else lengths, time_scale=cluster.time_scale,
-        journal=Journal(journal) if journal else None, source=cluster.world, foresight=foresight, **options,
+        journal=Journal(journal, waits=True) if journal is not None else None, source=cluster.world,
+        foresight=foresight, **options,
     )  # fmt: skip
 
 

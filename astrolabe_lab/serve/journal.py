@@ -12,10 +12,12 @@ sent its request to all of them.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from astrolabe_lab.sim.status import Status
 from astrolabe_lab.status.scrape import Gauges
 from astrolabe_lab.status.status_line import pack
 
+log = logging.getLogger(__name__)
 VERSION = 1
 BATCH_S = 0.2  # between two fsyncs
 
@@ -39,11 +42,13 @@ class Packed:
 class Journal:
     """Appends to ``path`` from a thread of its own; ``write`` never waits for the disk.
 
-    A full disk costs lines, not requests: ``lost`` counts them, ``trouble`` says what happened last. A line is written
-    whole or dropped: after a failed write the file is cut back to its last whole line.
+    A full disk costs lines, not requests: ``lost`` counts them, ``trouble`` says what happened last, the log tells of
+    the first and at the end how many. A line is written whole or dropped: after a failed write the file is cut back to
+    its last whole line. ``waits``: until ``start`` the file stays as it is, and for good if closed before. Raises
+    InputError for a path that is no regular file or cannot be written, and for a journal that another router writes.
     """
 
-    def __init__(self, path: str | Path, bound: int = 100_000):
+    def __init__(self, path: str | Path, bound: int = 100_000, waits: bool = False):
         self.path = Path(path)
         self.lost = 0
         self.written = 0
@@ -52,12 +57,23 @@ class Journal:
         self._entries: list[dict] = []
         self._wake = threading.Condition()
         self._closing = False
-        try:
+        self._thread: threading.Thread | None = None
+        with self._told():
+            if self.path.exists() and not self.path.is_file():  # opening a pipe would wait for its reader
+                raise InputError(f"journal {os.fspath(path)!r} cannot be written: it is no regular file")
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("ab", buffering=0)
+        if not waits:
+            self.start()
+
+    def start(self) -> None:
+        """Take the file for this process alone and write what is queued, and what comes."""
+        if self._thread is not None:
+            return
+        with self._told():
+            if not _locked(self._file):
+                raise InputError(f"journal {str(self.path)!r} is being written by another router: give each its own")
             _end_torn_line(self.path)
-        except OSError as error:
-            raise InputError(f"journal {str(path)!r} cannot be written: {error.strerror}") from None
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -65,18 +81,35 @@ class Journal:
         """Queue an entry, which nobody may change any more. Past the bound it is counted as lost."""
         with self._wake:
             if len(self._entries) >= self._bound:
-                self.lost += 1
+                self._lose(1, f"{self._bound} lines wait for the disk")
                 return
             self._entries.append(entry)
             self._wake.notify()
 
     def close(self) -> None:
-        """Write what is queued and close the file."""
+        """Write what is queued, where it was started, and close the file."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._file.close()
+        if self.lost:
+            log.warning("journal %s: %d lines lost, %d written", self.path, self.lost, self.written)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(f"journal {str(self.path)!r} cannot be written: {error.strerror or error}") from None
+
+    def _lose(self, lines: int, why: object) -> None:
+        with self._wake:
+            if not self.lost:
+                log.warning("journal %s loses lines: %s", self.path, why)
+            self.trouble = f"{self.path}: {why}"
+            self.lost += lines
 
     def _run(self) -> None:
         while True:
@@ -98,8 +131,7 @@ class Journal:
             try:
                 lines.append(line_of(entry))
             except (TypeError, ValueError) as error:
-                self.lost += 1
-                self.trouble = f"{self.path}: {error}"
+                self._lose(1, error)
         return lines
 
     def _append(self, lines: list[bytes]) -> None:
@@ -111,8 +143,7 @@ class Journal:
             os.fsync(self._file.fileno())
             self.written += len(lines)
         except OSError as error:
-            self.trouble = f"{self.path}: {error.strerror}"
-            self.lost += len(lines)
+            self._lose(len(lines), error.strerror or error)
             try:
                 os.ftruncate(self._file.fileno(), whole)
             except OSError:
@@ -160,6 +191,21 @@ def numbered(path: str | Path, torn: Callable[[int], None] | None = None) -> Ite
             if not isinstance(entry.get("event"), str):
                 raise InputError(f"journal {str(path)!r}, line {number}: does not say of which event it is")
             yield number, entry
+
+
+def _locked(file) -> bool:
+    """Whether no other process holds the file, which is this one's now; a file system without locks lets all."""
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _end_torn_line(path: Path) -> None:

@@ -22,7 +22,7 @@ async def listening(router, host: str = "127.0.0.1", port: int = 0) -> AsyncIter
     """Serves ``router`` while the context lasts; its URL. Port 0: a free one.
 
     A connection whose first request has no complete head after ``limits.head_s`` is closed: aiohttp waits for ever.
-    Raises InputError where it cannot listen.
+    The journal is written from then on. Raises InputError where it cannot listen, or another router has the journal.
     """
     allow_open_files()
     runner = web.AppRunner(
@@ -37,6 +37,8 @@ async def listening(router, host: str = "127.0.0.1", port: int = 0) -> AsyncIter
             await site.start()
         except OSError as error:
             raise InputError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+        if router.journal is not None:
+            router.journal.start()
         yield f"http://{host}:{runner.addresses[0][1]}"
     finally:
         sweeping.cancel()
