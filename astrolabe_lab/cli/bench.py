@@ -103,10 +103,15 @@ def _measured(args: argparse.Namespace, out: Path, keep: Path) -> tuple[dict, st
     row["preemptions"] = preempted
     counts = results["status"].value_counts().to_dict()
     record = {"out": str(out), "validity": validity, "gates": gates, "status": counts, **row}
-    text = [f"wrote {out}: {', '.join(f'{n} {status}' for status, n in counts.items())}"]
-    for name in ("ttft_s", "tpot_s", "e2e_s"):
-        stem = name.removesuffix("_s")
-        text.append(f"{stem:5s} mean {row[f'{stem}_mean_s']:.4f} s   p99 {row[f'{stem}_p99_s']:.4f} s")
+    text = [
+        f"wrote {out}: {', '.join(f'{n} {status}' for status, n in counts.items())}",
+        f"{row['duration_s']:.1f} s{_which_seconds(load.time_scale)}, {row['throughput_rps']:.3g} requests/s, "
+        f"{row['output_tokens_per_s']:.4g} output tokens/s, {row['total_tokens_per_s']:.4g} tokens/s in all",
+        f"{'':5s} {'mean':>10s} {'p50':>10s} {'p90':>10s} {'p99':>10s}",
+    ]
+    for stem in ("ttft", "tpot", "e2e"):
+        values = [row[f"{stem}_{which}_s"] for which in ("mean", "p50", "p90", "p99")]
+        text.append(f"{stem:5s} " + " ".join(f"{value:8.4f} s" for value in values))
     if slo:
         for name, since in (("", "schedule"), ("_from_send", "send")):
             text.append(
@@ -114,8 +119,12 @@ def _measured(args: argparse.Namespace, out: Path, keep: Path) -> tuple[dict, st
                 f"{row[f'goodput_share{name}']:.1%} of those sent"
             )
     text += [f"note: {note}" for note in validity["notes"]]
-    text += [f"INVALID: {why}" for why in validity["why"]]
+    text += [f"INVALID: {why}" for why in validity["why"]] or ["valid: requests left on time and the engines kept up"]
     return record, "\n".join(text)
+
+
+def _which_seconds(time_scale: float) -> str:
+    return "" if time_scale == 1 else f" of modelled time ({time_scale:g} wall s each, in all that follows)"
 
 
 def _places(args) -> tuple[list[str], list[str]]:

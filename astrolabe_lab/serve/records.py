@@ -96,13 +96,15 @@ class Records:
         """A dispatch has ended: ok, rejected, failed, aborted, or retried (another dispatch or a refusal follows)."""
         if not self._may_end(request.rid, status):
             return
-        now_s = self.now_s()
-        first = entry.first_token_s
+        now_s, first = self.now_s(), entry.first_token_s
+        ttft_s, e2e_s = None if first is None else first - request.arrived_s, now_s - request.arrived_s
+        if status == "ok":
+            prompt_tokens = watcher.prompt_tokens or request.prompt_tokens
+            self.counters.answered(ttft_s, e2e_s, prompt_tokens, watcher.output_tokens)
         self._write(
             request.rid, now_s, request.arrived_s, status, reason, instance, dispatched_s=entry.sent_s,
-            first_token_s=first, ttft_s=None if first is None else first - request.arrived_s,
-            e2e_s=now_s - request.arrived_s, output_tokens=watcher.output_tokens, prompt_tokens=watcher.prompt_tokens,
-            finish_reason=watcher.finish_reason,
+            first_token_s=first, ttft_s=ttft_s, e2e_s=e2e_s, output_tokens=watcher.output_tokens,
+            prompt_tokens=watcher.prompt_tokens, finish_reason=watcher.finish_reason,
         )  # fmt: skip
 
     def probed(self, request: Request, answers) -> None:
