@@ -258,9 +258,12 @@ def test_a_predicted_length_that_is_none_is_refused_however_it_is_padded(tmp_pat
 @pytest.mark.parametrize("index", ["0" * 12 + "9", "0" * 13, "9" * 5000, "1", "\xb2"])
 def test_an_instance_that_is_none_is_not_found_however_it_is_padded(tmp_path, index):
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
-            async with session.post(f"{url}/instances/{index}", json={"draining": True}) as answer:
-                assert answer.status == 404
+        async with (
+            scripted_engines(1) as engines,
+            routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url),
+            session.post(f"{url}/instances/{index}", json={"draining": True}) as answer,
+        ):
+            assert answer.status == 404
 
     run(story())
 

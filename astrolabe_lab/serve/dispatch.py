@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,11 +22,14 @@ from .openai_api import Asked, Refusal
 from .records import Records
 from .stream import Watcher
 
+log = logging.getLogger(__name__)
 HOP_BY_HOP = frozenset(
     ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers", "transfer-encoding",
      "upgrade", "content-length", "host", "content-encoding", "accept-encoding", "expect")
 )  # fmt: skip
 OURS = frozenset(("authorization", "x-slo-class", "x-predicted-tokens", "x-request-id"))
+NOT_SENT_ON = HOP_BY_HOP | OURS | {"content-type"}  # the body is written anew, in UTF-8
+END_S = 1.0  # wall, from the end of a stream to that of its connection
 ERROR_BYTES = 64 << 10  # of an engine's own error, passed on
 
 
@@ -126,8 +130,15 @@ class Dispatch:
             self._blame(instance)
             if not answer.prepared:
                 status = "retried"
-                return _unanswered(error, reason)
+                return unanswered(error, reason)
             status = "failed"
+            await self._break_off(answer, reason)
+            return answer
+        except Exception as error:  # that nobody foresaw: the engine is not blamed for it
+            status, reason = "failed", f"{type(error).__name__}: {error}"
+            if not answer.prepared:
+                raise
+            log.exception("request %d", request.rid)
             await self._break_off(answer, reason)
             return answer
         finally:
@@ -141,44 +152,54 @@ class Dispatch:
             extra = dict(given) if isinstance(given, dict) else {}
             extra |= {"rid": request.rid, "predicted_tokens": request.predicted_tokens}
             body = {**body, "vllm_xargs": extra}
-        headers = {k: v for k, v in http.headers.items() if k.lower() not in HOP_BY_HOP | OURS}
+        headers = {k: v for k, v in http.headers.items() if k.lower() not in NOT_SENT_ON}
         headers["X-Request-Id"] = str(request.rid)
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.wall_s(self.limits.connect_s))
-        return await self.session.post(instance.url + asked.path, json=body, headers=headers, timeout=timeout)
+        return await self.session.post(
+            instance.url + asked.path, json=body, headers=headers, timeout=timeout, allow_redirects=False
+        )
 
     async def _pass_on(
         self, upstream, http, answer, watcher: Watcher, request, decision: Decision, entry: InFlight, patience
     ) -> None:
-        """The engine's answer to the client. The head leaves with the first bytes: an engine that says 200 and then
-        nothing can still be passed over. An answer that is not streamed leaves whole."""
-        if upstream.status >= 500:
-            body = await upstream.content.read(ERROR_BYTES)
-            raise ServerError(upstream.status, body, upstream.content_type)
+        """The engine's answer to the client. The head leaves with the first line of a stream: an engine that says 200
+        and then nothing, or something else, can still be passed over. An answer that is not streamed leaves whole."""
+        await check_status(upstream)
         loop = asyncio.get_running_loop()
         between_s, writing_s = self.wall_s(self.limits.between_bytes_s), self.wall_s(self.limits.write_s)
-        streams = watcher.stream and upstream.status == 200
-        held = b""
-        while chunk := await upstream.content.readany():
-            if not streams:
-                held += chunk
-                continue
+        if not (watcher.stream and upstream.status == 200):
+            whole = await read_whole(upstream, self.limits.answer_bytes)
+            watcher.feed(whole)
+            watcher.end()
+            if upstream.status == 200:
+                _check_error(watcher)
+                if watcher.error is None and not watcher.complete:
+                    raise EngineFault("the answer is no completion")
+            answer.content_length = len(whole)
+            patience.reschedule(loop.time() + writing_s)
+            await self._write(http, answer, whole, upstream, request, decision, patience)
+            return await answer.write_eof()
+        held = bytearray()
+        while not watcher.complete and (chunk := await upstream.content.readany()):
             if watcher.feed(chunk):
                 decision.instance.ledger.progress(entry, watcher.tokens, self.now_s())
             if not answer.prepared:
-                if watcher.error is not None and (watcher.error[1] or 500) >= 500:
-                    raise EngineFault(f"it answered with an error: {watcher.error[0]}")
+                _check_error(watcher)
+                held += chunk
+            if max(watcher.unread, len(held)) > self.limits.line_bytes:
+                raise EngineFault(f"a line of its stream is longer than {self.limits.line_bytes} bytes")
+            if held:
+                if not watcher.begun:
+                    continue
                 decision.instance.breaker.answers()
+                chunk, held = held, bytearray()
             patience.reschedule(loop.time() + writing_s)
             await self._write(http, answer, chunk, upstream, request, decision, patience)
             patience.reschedule(loop.time() + between_s)
-        if streams and not watcher.complete:
+        if not watcher.complete:
             raise EngineFault("the stream ended before its answer did")
-        if not streams:
-            watcher.feed(held)
-            watcher.end()
-            answer.content_length = len(held)
-            patience.reschedule(loop.time() + writing_s)
-            await self._write(http, answer, held, upstream, request, decision, patience)
+        patience.reschedule(loop.time() + END_S + writing_s)
+        await _to_its_end(upstream)
         await answer.write_eof()
 
     async def _write(self, http, answer, chunk: bytes, upstream, request, decision, patience) -> None:
@@ -231,7 +252,39 @@ class Dispatch:
         return modelled_s * self.time_scale
 
 
-def _unanswered(error: Exception, reason: str) -> Unanswered:
+async def check_status(upstream: aiohttp.ClientResponse) -> None:
+    """Raise EngineFault for an answer that no engine should give: it answers with 200, or refuses with 4xx."""
+    if upstream.status >= 500:
+        raise ServerError(upstream.status, await upstream.content.read(ERROR_BYTES), upstream.content_type)
+    if upstream.status < 400 and upstream.status != 200:
+        raise EngineFault(f"HTTP {upstream.status}")
+
+
+async def read_whole(upstream: aiohttp.ClientResponse, most: int) -> bytearray:
+    """The answer's bytes. Raises EngineFault beyond ``most``."""
+    whole = bytearray()
+    while chunk := await upstream.content.readany():
+        whole += chunk
+        if len(whole) > most:
+            raise EngineFault(f"its answer is larger than {most} bytes")
+    return whole
+
+
+async def _to_its_end(upstream: aiohttp.ClientResponse) -> None:
+    """A moment for the connection to be free for another request; it is closed otherwise."""
+    with contextlib.suppress(TimeoutError, aiohttp.ClientError, OSError):
+        async with asyncio.timeout(END_S):
+            while await upstream.content.readany():
+                pass
+
+
+def _check_error(watcher: Watcher) -> None:
+    if watcher.error is not None and (watcher.error[1] or 500) >= 500:
+        raise EngineFault(f"it answered with an error: {watcher.error[0]}")
+
+
+def unanswered(error: Exception, reason: str) -> Unanswered:
+    """What a dispatch that failed before the client has seen anything leaves to the next."""
     if isinstance(error, ServerError):
         return Unanswered(reason, True, error.status, error.body, error.kind)
     return Unanswered(reason, not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)))

@@ -13,6 +13,9 @@ class Limits:
 
     in_flight: int = 4096
     body_bytes: int = 8 << 20
+    answer_bytes: int = 64 << 20  # of one that is not streamed; an engine that sends more is at fault
+    line_bytes: int = 4 << 20  # of one that is: a first event may echo the prompt
+    prefill_bytes: int = 16 << 20
     head_s: float = 30.0  # from a connection to the end of its first request's head
     body_s: float = 30.0
     connect_s: float = 3.0

@@ -136,7 +136,7 @@ async def _ask(session, router: Router, instance, entry, body: dict) -> _Answer:
 
     answer, watcher, sent_s = _Answer(instance.index), Watcher(stream=True), entry.sent_s
     try:
-        async with session.post(instance.url + "/v1/completions", json=body) as response:
+        async with session.post(instance.url + "/v1/completions", json=body, allow_redirects=False) as response:
             async for chunk in response.content.iter_any():
                 if watcher.feed(chunk):
                     instance.ledger.progress(entry, watcher.tokens, router.now_s())

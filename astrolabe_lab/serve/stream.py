@@ -6,7 +6,10 @@ Bytes are passed on unchanged; this only looks. A stream's first event can be em
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+FIELDS = (b"data:", b"event:", b"id:", b"retry:", b":")  # that a line of a stream can begin with
+MOST = 2**31  # tokens that a usage can say
 
 
 @dataclass
@@ -14,7 +17,7 @@ class Watcher:
     """Fed with the answer's bytes. ``tokens``: events that brought text (one token each, but under load vLLM may put
     several into one); ``counted``, ``prompt_tokens``: as the answer's usage says, where it has one; ``finish_reason``:
     the first one seen; ``error``: (message, code or None) of an error event in a stream, which vLLM ends as properly
-    as any other; ``complete``: it ended properly."""
+    as any other; ``begun``: it is a stream indeed; ``complete``: it ended properly."""
 
     stream: bool
     tokens: int = 0
@@ -22,34 +25,36 @@ class Watcher:
     prompt_tokens: int | None = None
     finish_reason: str | None = None
     error: tuple[str, int | None] | None = None
+    begun: bool = False
     complete: bool = False
-    _left: bytes = b""
+    _left: bytearray = field(default_factory=bytearray, repr=False)
 
     @property
     def output_tokens(self) -> int:
         """Tokens of the answer, as its usage says, or as they were seen to pass."""
         return self.tokens if self.counted is None else self.counted
 
+    @property
+    def unread(self) -> int:
+        """Bytes of a line that has not ended yet."""
+        return len(self._left)
+
     def feed(self, chunk: bytes) -> int:
         """Take in bytes; returns how many new events brought text."""
-        if not self.stream:
-            self._left += chunk
+        self._left += chunk
+        if not self.stream or b"\n" not in chunk:
             return 0
-        lines = (self._left + chunk).split(b"\n")
-        self._left = lines.pop()
+        *lines, self._left = self._left.split(b"\n")
         new = 0
         for line in lines:
+            self.begun = self.begun or line.startswith(FIELDS)
             if not line.startswith(b"data:"):
                 continue
             payload = line[5:].strip()
             if payload == b"[DONE]":
                 self.complete = True
                 continue
-            try:
-                event = json.loads(payload.decode())  # bytes would have their encoding guessed
-            except ValueError:
-                continue
-            new += self._event(event)
+            new += self._event(_json(payload))
         self.tokens += new
         return new
 
@@ -57,13 +62,10 @@ class Watcher:
         """The answer's bytes are at their end."""
         if self.stream:
             return
-        try:
-            answer = json.loads(self._left)
-        except ValueError:
-            return
-        self._left = b""
+        answer = _json(self._left)
+        self._left.clear()
         self._event(answer)
-        self.complete = True
+        self.complete = _is_completion(answer)
 
     def verdict(self, status: int) -> tuple[str, str]:
         """(outcome, reason) of an answer with this HTTP ``status`` that is at its end: ok, rejected or failed."""
@@ -74,7 +76,7 @@ class Watcher:
             refused = code is not None and 400 <= code < 500
             return "rejected" if refused else "failed", f"error in the stream: {message}"
         if not self.complete:
-            return "failed", "the answer broke off" if self.stream else "the answer is not JSON"
+            return "failed", "the answer broke off" if self.stream else "the answer is no completion"
         return "ok", ""
 
     def _event(self, event) -> int:
@@ -101,13 +103,30 @@ class Watcher:
         return found
 
     def _fail(self, error) -> None:
-        if self.stream and self.error is None:
+        if self.error is None:
             raw = error if isinstance(error, dict) else {"message": error}
             code = raw.get("code")
             is_number = isinstance(code, int) and not isinstance(code, bool)
             self.error = (str(raw.get("message"))[:300], code if is_number else None)
 
 
+def completion(body: bytes | bytearray) -> dict | None:
+    """The completion that a whole answer is; None for anything else, such as an error."""
+    answer = _json(body)
+    return answer if _is_completion(answer) else None
+
+
+def _is_completion(answer) -> bool:
+    return isinstance(answer, dict) and isinstance(answer.get("choices"), list) and answer.get("error") is None
+
+
+def _json(payload: bytes | bytearray):
+    try:
+        return json.loads(payload.decode())  # bytes would have their encoding guessed
+    except (ValueError, RecursionError):
+        return None
+
+
 def _count(usage: dict, name: str, before: int | None) -> int | None:
     value = usage.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else before
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MOST else before

@@ -35,7 +35,7 @@ class Watch:
         timeout = aiohttp.ClientTimeout(total=max(PATIENCE_S, self.limits.probe_s * self.time_scale))
         while True:
             try:
-                async with self.session.get(instance.url + "/health", timeout=timeout) as answer:
+                async with self.session.get(instance.url + "/health", timeout=timeout, allow_redirects=False) as answer:
                     ok = answer.status == 200
             except (aiohttp.ClientError, TimeoutError, OSError):
                 ok = False
@@ -49,7 +49,9 @@ class Watch:
         while True:
             coming = instance.coming = Gauges(self.now_s())
             try:
-                async with self.session.get(instance.url + "/metrics", timeout=timeout) as answer:
+                async with self.session.get(
+                    instance.url + "/metrics", timeout=timeout, allow_redirects=False
+                ) as answer:
                     if answer.status == 200:
                         text = await answer.text(errors="replace")
                         told = read_gauges(text, coming.taken_s, self.time_scale)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from astrolabe_lab.serve.dispatch import EngineFault
+
 ASK_PREFILL = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
@@ -30,12 +32,22 @@ def release_body(body: dict, handle: dict) -> dict:
 
 
 def handle_of(answer: dict) -> dict | None:
-    """What a prefill engine's answer says of the blocks it keeps; None where it keeps none."""
-    handle = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
-    return handle if isinstance(handle, dict) and handle.get("do_remote_prefill") else None
+    """What a prefill engine's answer says of the blocks it keeps; None where it keeps none. Raises EngineFault where
+    its blocks are none: they would be the decode engine's undoing."""
+    handle = answer.get("kv_transfer_params")
+    if not (isinstance(handle, dict) and handle.get("do_remote_prefill")):
+        return None
+    groups = handle.get("remote_block_ids")
+    if groups is not None and not (isinstance(groups, list) and all(map(_is_group, groups))):
+        raise EngineFault(f"remote_block_ids={groups!r:.60} are no blocks")
+    return handle
 
 
 def blocks_of(handle: dict | None) -> int:
     """How many blocks there are to pull."""
     groups = (handle or {}).get("remote_block_ids") or []
-    return max((len(g) if isinstance(g, (list, tuple)) else 1 for g in groups), default=0) if groups else 0
+    return max((len(g) if isinstance(g, (list, tuple)) else 1 for g in groups), default=0)
+
+
+def _is_group(group) -> bool:
+    return type(group) is int or isinstance(group, list) and all(type(block) is int for block in group)

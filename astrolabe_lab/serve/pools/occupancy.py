@@ -53,7 +53,9 @@ class Occupancy:
         timeout = aiohttp.ClientTimeout(total=max(1.0, FAILED_S * self.time_scale))
         while True:
             try:
-                async with session.get(self.instances[at].url + "/metrics", timeout=timeout) as answer:
+                async with session.get(
+                    self.instances[at].url + "/metrics", timeout=timeout, allow_redirects=False
+                ) as answer:
                     lines = (await answer.text(errors="replace")).splitlines()
                 counts = [value_of(line) for line in lines if line.startswith(FAILED)]
                 if counts:
@@ -83,7 +85,7 @@ class Occupancy:
         instance, asked_s = self.instances[at], self.now_s()
         try:
             timeout = aiohttp.ClientTimeout(total=max(1.0, self.every_s * self.time_scale))
-            async with session.get(instance.url + "/metrics", timeout=timeout) as answer:
+            async with session.get(instance.url + "/metrics", timeout=timeout, allow_redirects=False) as answer:
                 gauges = read_gauges(await answer.text(errors="replace"), asked_s, self.time_scale)
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError):
             self.faults += 1

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import aiohttp
+from dataclasses import dataclass, field, replace
 
 from astrolabe_lab.disagg.view import PoolsView
 from astrolabe_lab.request import Request
-from astrolabe_lab.serve.dispatch import HOP_BY_HOP, OURS, Decision, Dispatch
+from astrolabe_lab.serve.dispatch import Decision, Dispatch
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.openai_api import Asked
 
@@ -39,16 +37,7 @@ class PairDispatch(Dispatch):
 
     async def post(self, http, asked: Asked, request: Request, instance: Instance, change):
         """Send ``change(body)`` with the client's headers."""
-        body = change(asked.body)
-        if self.name_requests:
-            given = body.get("vllm_xargs")
-            body["vllm_xargs"] = (dict(given) if isinstance(given, dict) else {}) | {
-                "rid": request.rid, "predicted_tokens": request.predicted_tokens,
-            }  # fmt: skip
-        headers = {k: v for k, v in http.headers.items() if k.lower() not in HOP_BY_HOP | OURS}
-        headers["X-Request-Id"] = str(request.rid)
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self.wall_s(self.limits.connect_s))
-        return await self.session.post(instance.url + asked.path, json=body, headers=headers, timeout=timeout)
+        return await self._send(http, replace(asked, body=change(asked.body)), request, instance)
 
     async def _write(self, http, answer, chunk: bytes, upstream, request, decision, patience) -> None:
         if upstream.status == 200:

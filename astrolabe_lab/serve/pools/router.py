@@ -21,7 +21,7 @@ from astrolabe_lab.disagg.view import PoolsView, check_pair
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve.answers import given_up
-from astrolabe_lab.serve.dispatch import ERROR_BYTES, ServerError, Unanswered
+from astrolabe_lab.serve.dispatch import ERROR_BYTES, EngineFault, Unanswered, check_status, read_whole, unanswered
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.openai_api import Asked, Refusal
 from astrolabe_lab.serve.pools import handoff
@@ -29,6 +29,7 @@ from astrolabe_lab.serve.pools.occupancy import Occupancy
 from astrolabe_lab.serve.pools.pair import Pair, PairDispatch
 from astrolabe_lab.serve.pools.records import PoolCounters, PoolRecords
 from astrolabe_lab.serve.router import Router, decision_stream
+from astrolabe_lab.serve.stream import completion
 
 RELEASE_S = 10.0  # wall s, for a decode engine to take in that a prompt's blocks are not wanted
 
@@ -184,27 +185,30 @@ class PoolRouter(Router):
         try:
             async with asyncio.timeout(self.limits.first_byte_s * self.time_scale):
                 async with await self._dispatch.post(http, asked, request, instance, handoff.prefill_body) as upstream:
-                    body = await upstream.content.read(-1 if upstream.status < 400 else ERROR_BYTES)
-                    if upstream.status >= 500:
-                        raise ServerError(upstream.status, body, upstream.content_type)
-                    instance.breaker.succeeded()
+                    await check_status(upstream)
                     if upstream.status >= 400:
+                        body = await upstream.content.read(ERROR_BYTES)
+                        instance.breaker.succeeded()
                         status, reason = "rejected", f"HTTP {upstream.status}"
                         headers = {"X-Request-Id": str(request.rid)}
                         return web.Response(
                             status=upstream.status, body=body, content_type=upstream.content_type, headers=headers
                         )
-                    handle = handoff.handle_of(_json(body)) or {}
+                    answer = completion(await read_whole(upstream, self.limits.prefill_bytes))
+                    if answer is None:
+                        raise EngineFault("the answer is no completion")
+                    handle = handoff.handle_of(answer) or {}
+                    instance.breaker.succeeded()
                     status, reason = "ok", ""
                     return handle
-        except (aiohttp.ClientError, TimeoutError, OSError, ServerError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, EngineFault) as error:
             status, reason = "failed", f"{type(error).__name__}: {error}"
             instance.breaker.failed(self.now_s())
             self.records.counters.upstream_errors += 1
-            if isinstance(error, ServerError):
-                return Unanswered(reason, True, error.status, error.body, error.kind)
-            reached = not isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError))
-            return Unanswered(reason, reached)
+            return unanswered(error, reason)
+        except Exception as error:
+            status, reason = "failed", f"{type(error).__name__}: {error}"
+            raise
         finally:
             instance.settle(request.rid)
             self.records.prefilled(request, instance.index, sent_s, status, reason, handoff.blocks_of(handle))
@@ -267,18 +271,11 @@ class PoolRouter(Router):
         timeout = aiohttp.ClientTimeout(total=RELEASE_S)
         try:
             body = handoff.release_body(asked.body, handle)
-            async with self._session.post(instance.url + asked.path, json=body, timeout=timeout) as answer:
+            async with self._session.post(
+                instance.url + asked.path, json=body, timeout=timeout, allow_redirects=False
+            ) as answer:
                 told = 400 <= answer.status < 500
         except (aiohttp.ClientError, TimeoutError, OSError):
             told = False
         self.records.counters.released += told
         self.records.counters.left_to_expire += not told
-
-
-def _json(body: bytes):
-    import json
-
-    try:
-        return json.loads(body)
-    except ValueError:
-        return None
