@@ -81,7 +81,7 @@ def matched(
         read = _read if not isinstance(given, Mapping) else _matching
         try:
             values[name] = read(value, allowed[name])
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             wanted = _wanted(allowed[name])
             shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
             raise InputError(f"parameter {name}={shown} should be {wanted}, as {allowed[name]!r} is") from None

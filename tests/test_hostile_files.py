@@ -11,9 +11,14 @@ import pytest
 from test_hostile_input import HEADER, requests
 
 from astrolabe_lab import arrivals, cli, cost, generators, trace
+from astrolabe_lab.calibrate import artifact
 from astrolabe_lab.cost import shapes
+from astrolabe_lab.disagg.constants import Constants
+from astrolabe_lab.engines.cluster_file import read_cluster
+from astrolabe_lab.engines.engine_facts import read_facts
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.fidelity.measured_run import MeasuredRun
+from astrolabe_lab.length.split import Split
 from astrolabe_lab.trace import files as trace_files
 
 
@@ -140,7 +145,19 @@ def test_running_out_of_memory_is_told_in_a_line(monkeypatch, capsys):
     assert "too little memory for that (Unable to allocate 72.8 TiB): ask for less" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("read", [cost.preset, shapes.Model.from_config, lambda p: MeasuredRun.load(p.parent)])
+@pytest.mark.parametrize(
+    "read",
+    [
+        cost.preset,
+        shapes.Model.from_config,
+        lambda p: MeasuredRun.load(p.parent),
+        artifact.load,
+        Constants.read,
+        Split.load,
+        read_facts,
+        lambda p: read_cluster(p.rename(p.with_name("cluster.json")).parent),
+    ],
+)
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -155,7 +172,14 @@ def test_a_json_file_that_is_none_is_named(tmp_path, read, content, says):
     path.write_bytes(content)
     with pytest.raises(InputError, match=says) as raised:
         read(path)
-    assert "meta.json" in str(raised.value)
+    assert str(tmp_path) in str(raised.value) and ".json" in str(raised.value)
+
+
+def test_a_router_of_pools_names_the_file_of_constants_that_is_none(tmp_path, capsys):
+    (tmp_path / "c.json").write_text("[" * 100_000)
+    pools = ["--prefill", "http://127.0.0.1:8", "--decode", "http://127.0.0.1:9"]
+    assert cli.main(["route", *pools, "--constants-from", str(tmp_path / "c.json")]) == 2
+    assert f"{tmp_path / 'c.json'}: this calibration is nested too deep" in capsys.readouterr().err
 
 
 def test_a_million_rows_load_and_round_trip(tmp_path):

@@ -13,6 +13,7 @@ from astrolabe_lab.cost import CALIBRATION, Preset, StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.record import write_whole
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.text_files import json_object
 
 if TYPE_CHECKING:
     from astrolabe_lab.disagg.constants import Constants
@@ -249,13 +250,7 @@ class Calibration:
 
 def load(path: str | Path, edited: bool = False) -> Calibration:
     """The calibration in a file. ``edited``: accept one that was changed by hand. Raises InputError."""
-    path = Path(path)
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"calibration {str(path)!r}: {error.strerror}") from None
-    except ValueError as error:
-        raise InputError(f"calibration {str(path)!r} is not JSON ({error})") from None
+    entries = json_object(path, "this calibration", "; astrolabe calibrate makes one")
     return Calibration.from_dict(entries, str(path), edited)
 
 

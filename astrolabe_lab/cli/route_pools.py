@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.text_files import json_object
 from astrolabe_lab.urls import urls_of
 
 
@@ -86,7 +86,6 @@ def pool_router(args):
 def _are_constants(path: str | None) -> bool:
     """Whether the file holds constants alone, and no calibration to check or to watch for drift."""
     try:
-        found = json.loads(Path(path).read_text()) if path else None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return bool(path) and "kind" not in json_object(path, "these constants")
+    except InputError:
         return False
-    return isinstance(found, dict) and "kind" not in found

@@ -6,13 +6,13 @@ from elsewhere to miscalibrate it on purpose. What is true of a simulated cluste
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.text_files import json_object
 
 if TYPE_CHECKING:
     from astrolabe_lab.cost import StepCost
@@ -160,19 +160,18 @@ class Constants:
 
         if str(source) in NAMED:
             return NAMED[str(source)]
-        path = Path(source)
         try:
-            found = json.loads(path.read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            found = json_object(source, "these constants")
+        except InputError as error:
             raise InputError(
                 f"constants {str(source)!r}: neither calibrated (of simulated pools), {', '.join(NAMED)} nor a "
                 f"readable JSON file ({error})"
             ) from None
-        if isinstance(found, dict) and found.get("kind") == CALIBRATION:
+        if found.get("kind") == CALIBRATION:
             from astrolabe_lab.calibrate.artifact import Calibration
 
-            return Calibration.from_dict(found, str(path), edited=True).constants()
-        if isinstance(found, dict) and isinstance(found.get("constants"), dict):
+            return Calibration.from_dict(found, str(source), edited=True).constants()
+        if isinstance(found.get("constants"), dict):
             found = found["constants"]
         return cls.from_dict(found)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.text_files import json_object
 
 VERSION = 1
 CLUSTER_FILE = "cluster.json"
@@ -45,13 +46,7 @@ def write_cluster(folder: Path, engines, config, cost, time_scale, model, tokeni
 def read_cluster(folder: str | Path) -> ClusterFile:
     """The cluster of ``folder``. Raises InputError where there is none."""
     path = Path(folder) / CLUSTER_FILE
-    try:
-        raw = json.loads(path.read_text())
-    except OSError as error:
-        why = f"{error.strerror} (astrolabe launch makes it)"
-        raise InputError(f"cluster {str(folder)!r}: {path.name}: {why}") from None
-    except ValueError:
-        raise InputError(f"cluster {str(folder)!r}: {path.name} is not JSON") from None
+    raw = json_object(path, "this cluster", " (astrolabe launch makes it)")
     try:
         if raw["version"] != VERSION:
             raise InputError(f"cluster {str(folder)!r}: version {raw['version']!r} where {VERSION} is understood")

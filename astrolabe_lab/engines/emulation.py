@@ -11,6 +11,7 @@ from pathlib import Path
 
 from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
+from astrolabe_lab.text_files import json_object
 
 KEY = "astrolabe"  # in vLLM's additional_config
 FOR_THE_SCHEDULER = ("status", "steps", "facts")  # entries beside ours
@@ -102,7 +103,7 @@ class Disturbance:
         if seen != self._seen:
             self._seen = seen
             try:
-                self._now = Disturbed(**json.loads(Path(self._path).read_text()))
+                self._now = Disturbed(**json_object(self._path, "this disturbance"))
             except (OSError, ValueError, TypeError) as error:  # an InputError is a ValueError
                 print(f"{self._path} disturbs nothing ({error}): what was set stays", file=sys.stderr, flush=True)
         return self._now

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.text_files import json_object
 
 DOUBTFUL = ("long_prefill_token_threshold", "policy", "speculative_config", "pipeline_parallel_size")  # off as a rule
 
@@ -50,10 +51,7 @@ def write_facts(path: str | Path, scheduler) -> None:
 
 def read_facts(path: str | Path) -> dict:
     """``engine`` (flags under vLLM's names), ``model, dtype, device, tensor_parallel, pid``. Raises InputError."""
-    try:
-        return json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"facts of an engine: {path} cannot be read ({error}); is the engine up?") from None
+    return json_object(path, "the facts of an engine", "; is the engine up?")
 
 
 def config_of(facts: dict) -> EngineConfig:

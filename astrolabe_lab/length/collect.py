@@ -209,7 +209,7 @@ def _row(text: str) -> dict:
             "response_tokens": int(usage["completion_tokens"]),
             "finish_reason": choice["finish_reason"],
         }
-    except (ValueError, KeyError, TypeError, IndexError) as problem:
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError) as problem:
         error = f"the answer lacks choices or usage ({type(problem).__name__}: {problem}): {text[:100]!r}"
         return {"error": error, "refused": False}
     if row["finish_reason"] not in ("stop", "length"):
@@ -223,7 +223,7 @@ def _message(text: str) -> str:
         found = json.loads(text)
         found = found.get("error", found)
         text = found.get("message", found) if isinstance(found, dict) else found
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         pass
     return " ".join(str(text).split())[:200]
 
@@ -240,7 +240,7 @@ async def _served_model(session, asking) -> str:
             names = [entry["id"] for entry in json.loads(text)["data"]]
     except (aiohttp.ClientError, TimeoutError) as problem:
         raise InputError(f"nothing answers at {asking.base}: {problem}; is the server up?") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise InputError(f"{asking.base}/models does not list models as OpenAI's API does; give the model") from None
     if len(names) != 1:
         raise InputError(f"{asking.base} serves {len(names)} models ({', '.join(names[:10])}): say which")
@@ -256,7 +256,7 @@ def _settled(out: Path, model: str, how: dict) -> tuple[set[tuple[str, int]], se
             row = json.loads(line)
             key, asked = (row["prompt_uid"], row["sample"]), {name: row[name] for name in how}
             other = row["model"] != model or asked != how
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise InputError(f"{out}, line {number}: no line that collect wrote; give another file") from None
         if other:
             was = ", ".join(f"{name}={value}" for name, value in ({"model": row["model"]} | asked).items())

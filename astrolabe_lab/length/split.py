@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.record import write_whole
 from astrolabe_lab.rng import stream
+from astrolabe_lab.text_files import json_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,15 +50,13 @@ class Split:
     @classmethod
     def load(cls, path) -> Split:
         """The split that ``save`` wrote. Raises InputError for another file."""
+        found = json_object(path, "this split")
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
             if found.pop("format") != "astrolabe-length-split":
                 raise ValueError("another format")
             parts = {name: frozenset(map(str, found.pop(name))) for name in ("train", "validation", "test")}
             split = cls(**found, **parts)
-        except FileNotFoundError:
-            raise InputError(f"split {path} does not exist") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError) as error:
             raise InputError(f"{path} holds no split ({type(error).__name__}: {error})") from None
         if split.train & split.test or split.train & split.validation or split.validation & split.test:
             raise InputError(f"{path}: a prompt is in two parts of the split; make it again")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from astrolabe_lab.length import artifact
 from astrolabe_lab.record import write_whole
+from astrolabe_lab.text_files import json_object
 
 if TYPE_CHECKING:
     import numpy as np
@@ -171,7 +172,7 @@ class Wording:
     @classmethod
     def read(cls, folder: Path) -> Wording:
         """What ``write`` wrote."""
-        words = json.loads((folder / "vocabulary.json").read_text(encoding="utf-8"))
+        words = json_object(folder / "vocabulary.json", "this vocabulary")
         return cls(**words, **artifact.load_arrays(folder / "wording.npz"))
 
 

@@ -65,7 +65,7 @@ class Kept:
                         found.append(json.loads(line))
         except FileNotFoundError:
             return []
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             raise InputError(f"{self._path} is no file of kept rows; remove it to begin anew") from None
         return found[1:] if found and found[0] == self._identity else []
 

@@ -25,6 +25,7 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
 from astrolabe_lab.serve.loop_lag import between_s, told_by
 from astrolabe_lab.sweep.identity import fingerprint, of_requests
+from astrolabe_lab.text_files import json_object
 
 if TYPE_CHECKING:
     from astrolabe_lab.engines.cluster_file import ClusterFile
@@ -186,7 +187,7 @@ def _claim(out: Path, told: dict) -> int:
 
     path = out / "cells.json"
     if path.exists():
-        known = json.loads(path.read_text())
+        known = json_object(path, "what these runs are")
         if other := [name for name, value in told.items() if known.get(name) != value]:
             raise InputError(
                 f"folder {str(out)!r} holds runs of other {', '.join(other)}: give those again, name another folder, "
