@@ -91,7 +91,10 @@ def _calibrate(prefill, decode, budget_s, seed, rounds, reference_tokens, say) -
         a_round_s = sum(plan.expected_s(roughs[id(target)]) for target, plan in plans)
         if clock.left_s(RESERVE) < a_round_s:
             needed = (a_round_s + clock.spent_s + clock.kept_s) / (1 - RESERVE)
-            raise InputError(f"budget_s={budget_s:g} is too little here: one round needs about {needed:.0f} s")
+            raise InputError(
+                f"budget_s={budget_s:g} is too little here: one round needs about {needed:.0f} s of wall time "
+                f"(time scale {prefill.describe().time_scale:g})"
+            )
     for _ in range(rounds):
         begun_s = clock.spent_s
         order = [(target, cell) for target, plan in plans for cell in plan.cells]

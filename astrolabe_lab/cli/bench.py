@@ -79,6 +79,8 @@ def _measured(args: argparse.Namespace, out: Path, keep: Path) -> tuple[dict, st
         args.model, args.exact, args.concurrency, tells, args.time_scale, args.timeout_s, args.seed, args.ttft_slo_s,
         args.ramp_s, False, args.source, os.environ.get("ASTROLABE_API_KEY") or None,
     )  # fmt: skip
+    if out.exists() and not keep.exists():
+        _say(f"{out} holds a finished run, which this one will replace")
     verdicts = asyncio.run(_gates(args, engines, load))
     before = asyncio.run(preemptions(engines))
     pace = HostPace(paces)

@@ -232,9 +232,11 @@ class Router:
         if not available and tried:
             raise given_up(tried)
         if not available:
+            taken_out = sum(instance.draining for instance in self.instances)
+            why = f" ({taken_out} taken out of service)" if taken_out else ""
             raise Refusal(
-                503, f"none of the {len(self.instances)} engines is available; try again in a moment", "unavailable",
-                headers={"Retry-After": "1"},
+                503, f"none of the {len(self.instances)} engines is available{why}; try again in a moment",
+                "unavailable", headers={"Retry-After": "1"},
             )  # fmt: skip
         view = LiveView(available, now_s, self.ask, self.prefixes)
         # Draws of its own for each decision: a replay that begins anywhere draws alike.
