@@ -160,6 +160,8 @@ def write_whole(path: Path, text: str) -> None:
     try:
         partial.write_bytes(text.encode("utf-8", "replace"))  # JSON may hold half a surrogate pair
         os.replace(partial, path)
+    except OSError as error:  # names the hidden file
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         partial.unlink(missing_ok=True)
 

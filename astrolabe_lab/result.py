@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,24 +30,36 @@ def ordered(frame: pd.DataFrame) -> pd.DataFrame:
     return frame[contract + [name for name in frame if name not in contract]]
 
 
-def check_output(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES) -> Path:
+def check_output(path: str | Path, suffixes: tuple[str, ...] = SUFFIXES, make: bool = False) -> Path:
     """The path, if a file of that name can be written; asked before the work starts.
 
-    Raises InputError for another suffix, a folder of that name, or a parent that is missing or not writable.
+    Raises InputError for another suffix, a folder of that name, or a parent that is not writable or, unless it is to
+    be made (``make``), missing.
     """
     path = Path(path)
     if not path.name.endswith(suffixes):
         raise InputError(f"{path}: the name of the output must end in {' or '.join(suffixes)}")
-    probe = _partial(path)
     try:
         if path.is_dir():
             raise InputError(f"{path} is a folder; give the name of a file in it")
-        if not path.parent.is_dir():
+        if not make and not path.parent.is_dir():
             raise InputError(f"{path}: the folder {path.parent} does not exist; create it first")
-        probe.touch()
-        probe.unlink()
+        _try(_partial(path))
     except OSError as error:
         raise InputError(f"{path}: cannot write to {path.parent}: {error.strerror}") from None
+    return path
+
+
+def check_folder(path: str | Path) -> Path:
+    """The path, if it is a folder that can be written to, or can be made; asked before the work starts. Raises
+    InputError."""
+    path = Path(path)
+    try:
+        if path.exists() and not path.is_dir():
+            raise InputError(f"{path} is a file; give the name of a folder")
+        _try(path / f".{os.getpid()}.partial")
+    except OSError as error:
+        raise InputError(f"{path}: cannot write there: {error.strerror}") from None
     return path
 
 
@@ -75,6 +88,19 @@ def save(frame: pd.DataFrame, path: str | Path, **about: object) -> Path:
     finally:
         partial.unlink(missing_ok=True)
     return path
+
+
+def _try(file: Path) -> None:
+    """Make an empty file and the folders it lacks, and remove them. Raises OSError."""
+    lacking = [folder for folder in file.parents if not folder.exists()]
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        file.unlink()
+    finally:
+        for folder in lacking:
+            with suppress(OSError):  # not made, or another process has put something there
+                folder.rmdir()
 
 
 def _partial(path: Path) -> Path:

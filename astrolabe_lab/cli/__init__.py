@@ -232,17 +232,19 @@ def _doctor(args):
 
 
 def _run(args):
+    from astrolabe_lab.cli.values import output_folder
     from astrolabe_lab.run import run_notebook
 
+    output_folder(args.out)
     executed = run_notebook(args.notebook, args.parameters, args.out, cell_timeout_s=args.timeout_s)
     return {"notebook": str(executed), "out_dir": str(executed.parent)}, f"wrote {executed}"
 
 
 def _report(args):
+    from astrolabe_lab.cli.values import output_file
     from astrolabe_lab.report import build, failures
-    from astrolabe_lab.result import check_output
 
-    out = check_output(args.out, (".html",))
+    out = output_file(args.out, "--out", (".html",))
     build(args.folder, out)
     failed = {str(path): why for path, why in failures(args.folder).items()}
     for path, why in failed.items():

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from astrolabe_lab.cli import requests as cli_requests
-from astrolabe_lab.cli.values import number, whole
+from astrolabe_lab.cli.values import number, output_file, whole
 from astrolabe_lab.urls import url_of, urls_of
 
 SUMMARY = "send a trace's requests to a running router and measure what comes back"
@@ -51,9 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def bench(args: argparse.Namespace) -> tuple[dict, str]:
     from astrolabe_lab.bench.kept import alone
-    from astrolabe_lab.result import check_output
 
-    out = check_output(args.out)
+    out = output_file(args.out)
     keep = out.with_name(out.name + ".rows.jsonl")
     with alone(keep):  # before the gates: two runs would ask the same engines
         return _measured(args, out, keep)

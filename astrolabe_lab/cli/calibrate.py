@@ -6,7 +6,7 @@ import argparse
 import sys
 from dataclasses import asdict
 
-from astrolabe_lab.cli.values import number, whole
+from astrolabe_lab.cli.values import number, output_file, whole
 from astrolabe_lab.errors import InputError
 
 SUMMARY = "measure a cluster's constants: step cost, prefill, decode, transfers, KV capacity, SLO targets"
@@ -58,8 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def calibrate(args: argparse.Namespace) -> tuple[dict, str]:
     from astrolabe_lab.calibrate import calibrate as measure
 
-    if not args.out.endswith(".json"):
-        raise InputError(f"--out {args.out!r} must end in .json")
+    output_file(args.out, "--out", (".json",), make=True)
+    page = output_file(args.figures, "--figures", (".html",), make=True)
     if bool(args.prefill) != bool(args.decode):
         raise InputError("--prefill and --decode go together: the URLs of both pools")
     _refuse_what_is_told_already(args)
@@ -71,9 +71,10 @@ def calibrate(args: argparse.Namespace) -> tuple[dict, str]:
             if hasattr(each, "close"):
                 each.close()
     path = found.save(args.out)
-    if args.figures:
+    if page:
         from astrolabe_lab.calibrate.figures import write_figures
 
+        page.parent.mkdir(parents=True, exist_ok=True)
         write_figures(found, args.figures)
     record = {
         "out": str(path), "valid": found.valid, "gates": found.gates, "seconds": found.seconds,

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from astrolabe_lab.cli import simulate as cli_simulate
-from astrolabe_lab.cli.values import number, whole
+from astrolabe_lab.cli.values import number, output_folder, whole
 from astrolabe_lab.errors import InputError
 
 SUMMARY = "find the highest rate at which P99 TTFT keeps its limit"
@@ -64,6 +64,7 @@ def capacity(args: argparse.Namespace) -> tuple[dict, str]:
     from astrolabe_lab import capacity, policies
     from astrolabe_lab.sim.cluster import LatencyNoise
 
+    output_folder(args.out, files=("capacity.json", "capacity.parquet"))
     labels = list(args.policy)
     for label in labels:
         policies.parse(label)

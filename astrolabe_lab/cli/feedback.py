@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from astrolabe_lab.cli.values import whole
+from astrolabe_lab.cli.values import output_folder, whole
 from astrolabe_lab.length.drift import LEAST_REFERENCE
 
 
@@ -102,6 +102,7 @@ def recalibrate(args):
     from astrolabe_lab.length.observed import require_rows
     from astrolabe_lab.length.recalibrated import LEAST_ROWS, recalibrate
 
+    output_folder(args.out)
     artifact.check_target(args.out)  # before the work, not after it
     estimator, observed = length.load(args.model), _observed(args)
     require_rows(observed, LEAST_ROWS, "recalibration")
@@ -118,6 +119,7 @@ def retrain(args):
     from astrolabe_lab.length import artifact
     from astrolabe_lab.length.feedback import retrain
 
+    output_folder(args.out)
     artifact.check_target(args.out)  # before the work, not after it
     done = retrain(length.load(args.model), _observed(args), seed=args.seed)
     said = f"{_said(done.against_old)}; the constant's is {done.against_constant.mae_before:.1f}"

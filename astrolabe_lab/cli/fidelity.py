@@ -36,12 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def fidelity(args: argparse.Namespace) -> tuple[dict, str]:
     """Compare, return the record and the table. Raises InputError."""
     from astrolabe_lab import result
+    from astrolabe_lab.cli.values import output_file
     from astrolabe_lab.cost import shapes
     from astrolabe_lab.fidelity import HOST_S, SPREAD_SHARE, compare
     from astrolabe_lab.fidelity.layers import LayerTimings
     from astrolabe_lab.fidelity.measured_run import MeasuredRun
 
-    out = result.check_output(args.out) if args.out else None
+    out = output_file(args.out)
     run = MeasuredRun.load(args.run)
     check = compare(
         LayerTimings.load(args.timings), run,

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from astrolabe_lab.cli.values import number, whole
+from astrolabe_lab.cli.values import number, output_file, output_folder, whole
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.urls import url_of
 
@@ -86,6 +86,7 @@ def collect(args):
     from astrolabe_lab.length import collect as collecting
     from astrolabe_lab.length import sources
 
+    output_file(args.out, "--out", ("",))
     if args.prompts.partition(":")[0] == OWN:
         prompts = _own(args.prompts)["prompt"].tolist()
     else:
@@ -135,15 +136,17 @@ def train(args):
     from astrolabe_lab.length.evaluate import train as fit
     from astrolabe_lab.length.kinds import make
 
-    frame = _answers(args)
+    output_folder(args.out)  # before an hour of training, not after it
+    artifact.check_target(args.out)
     model = make(args.model)
     if getattr(model, "fine_tune", False):
-        model.set_params(checkpoint=args.checkpoint or f"{args.out.rstrip('/')}.checkpoint")
+        kept = output_folder(args.checkpoint or f"{args.out.rstrip('/')}.checkpoint", "--checkpoint")
+        model.set_params(checkpoint=str(kept))
     elif args.checkpoint:
         raise InputError("--checkpoint is for a model that is fine-tuned: encoder:fine_tune=true")
     if model.kind in ("encoder",):
         model.progress = _say
-    artifact.check_target(args.out)  # before an hour of training, not after it
+    frame = _answers(args)
     fitted, drawn = fit(frame, model, seed=args.seed, test=args.test)
     fitted.save(args.out)
     drawn.save(Path(args.out) / "split.json")
@@ -162,7 +165,8 @@ def evaluate(args):
     from astrolabe_lab.length.evaluate import across_sources
     from astrolabe_lab.length.evaluate import evaluate as judge
 
-    out = result.check_output(args.out) if args.out else None
+    out = output_file(args.out)
+    output_folder(args.splits_dir, "--splits-dir")
     if args.keep_copies and not args.pool:
         raise InputError("--keep-copies says what --pool learns from: give --pool too")
     frame = _answers(args, keep_others=bool(args.pool))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from astrolabe_lab.cli import pools
 from astrolabe_lab.cli.requests import add_arrivals, add_loading, load_requests
-from astrolabe_lab.cli.values import noise, number, span, whole
+from astrolabe_lab.cli.values import noise, number, output_file, span, whole
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import SPECS
 
@@ -126,7 +126,7 @@ def simulate(args: argparse.Namespace) -> tuple[dict, str]:
     from astrolabe_lab.sim.cluster import simulate as replay
     from astrolabe_lab.sweep.identity import code
 
-    out = result.check_output(args.out)
+    out = output_file(args.out)
     if out.exists() and Path(args.trace).exists() and out.samefile(args.trace):
         raise InputError(f"--out {out} is the trace itself, which the result would replace; give another name")
     if (args.instances is None) == (args.pools is None):

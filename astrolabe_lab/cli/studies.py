@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from astrolabe_lab.cli.values import number, whole
+from astrolabe_lab.cli.values import number, output_folder, whole
 from astrolabe_lab.disagg.definitions import NAMES, make, write
 from astrolabe_lab.errors import InputError
 
@@ -44,6 +44,7 @@ def studies(args: argparse.Namespace) -> tuple[dict, str]:
     if not args.cluster and (given := [name for name in ONLY_LIVE if getattr(args, name)]):
         raise InputError(f"--{given[0].replace('_', '-')} is of a search on running pools: give --cluster DIR too")
     names = None if args.studies is None else [name.strip() for name in args.studies.split(",") if name.strip()]
+    output_folder(args.out, files=[f"{name}.yaml" for name in names or NAMES])
     requests, seeds = (
         getattr(args, name) or (LIVE if args.cluster else SIMULATED)[name] for name in ("requests", "seeds")
     )

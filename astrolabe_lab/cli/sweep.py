@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from astrolabe_lab.cli.values import output_folder
 from astrolabe_lab.errors import InputError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def sweep(args: argparse.Namespace) -> tuple[dict, str]:
         )
     if not args.out:
         raise InputError("--out is missing: the folder that keeps the runs (or --dry-run, to look at the grid only)")
+    output_folder(args.out, files=("summary.parquet",))
     began = time.perf_counter()
     frame = (_live if args.cluster else _simulated)(args)
     wall_s = time.perf_counter() - began

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from astrolabe_lab.cli.requests import add_arrivals, add_loading, load_requests
-from astrolabe_lab.cli.values import whole
+from astrolabe_lab.cli.values import output_file, whole
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.generators import SPECS
 
@@ -55,11 +55,10 @@ def _add_making(add) -> None:
 def make(args: argparse.Namespace) -> tuple[dict, str]:
     """Write the trace; return the record and what a person reads. Raises InputError."""
     from astrolabe_lab import length, trace
-    from astrolabe_lab.result import check_output
     from astrolabe_lab.trace.summary import describe as numbers_of
     from astrolabe_lab.trace.summary import text as shown
 
-    out = check_output(args.out, (".csv", ".csv.gz", ".parquet", ".parquet.gz"))
+    out = output_file(args.out, "--out", (".csv", ".csv.gz", ".parquet", ".parquet.gz"))
     if out.exists() and Path(args.trace).exists() and out.samefile(args.trace):
         raise InputError(f"--out {out} is the trace itself, which would be replaced; give another name")
     frame = load_requests(args, args.text, args.sample, times=False)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import math
+from pathlib import Path
+
+from astrolabe_lab import result
+from astrolabe_lab.errors import InputError
 
 
 def whole(low):
@@ -61,6 +65,26 @@ def choice_of_rows(text):
     if not equals or not key or not value:
         raise argparse.ArgumentTypeError(f"{text!r} is not key=value")
     return key, whole(0)(value) if key.endswith("_tokens") else value
+
+
+def output_file(path, option="--out", suffixes=result.SUFFIXES, make=False) -> Path:
+    """``result.check_output``, whose InputError names the option; of an option that was not given, None."""
+    return _checked(option, result.check_output, path, suffixes, make)
+
+
+def output_folder(path, option="--out", files=()) -> Path:
+    """``result.check_folder``, the same, also for the ``files`` that are to be written in it."""
+    folder = _checked(option, result.check_folder, path)
+    for name in files if folder else ():
+        _checked(option, result.check_output, folder / name, (name,), True)
+    return folder
+
+
+def _checked(option, check, path, *how):
+    try:
+        return None if path is None else check(path, *how)
+    except InputError as error:
+        raise InputError(f"{option} {error}") from None
 
 
 def _float(text):
