@@ -129,6 +129,24 @@ def test_the_file_comes_back_whole_and_a_changed_one_is_refused(exact, tmp_path)
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("engine", bad) for bad in ([1], {"max_num_seqs": -1}, {"zzz": 1})),
+        *(("transfer", bad) for bad in (5, {"latency_s": "x", "per_block_s": 0.1}, {"latency_s": 0.1})),
+        *(("slo", bad) for bad in (5, {"ttft_s": float("nan"), "tpot_s": 1.0}, {"zzz": 1})),
+        *(("cost", bad) for bad in (5, {"zzz": 1})),
+        *(("gates", bad) for bad in ([1], {"a": 1}, {"a": {}})),
+        *(("decode_s", bad) for bad in ("x", None, float("inf"), True, 10**400)),
+        *(("kv_blocks", bad) for bad in ("x", 2.5)),
+        *((name, 5) for name in ("bends", "flags", "streamed", "model", "rows")),
+    ],
+)
+def test_a_calibration_that_was_spoilt_by_hand_is_refused(exact, name, value):
+    with pytest.raises(InputError):
+        exact.from_dict(exact.to_dict() | {name: value}, edited=True)
+
+
 def test_every_reader_of_a_calibration_takes_the_same_constants_from_it(exact, tmp_path):
     path = exact.save(tmp_path / "c.json")
     assert Constants.read(path) == exact.constants()

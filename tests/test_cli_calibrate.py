@@ -110,7 +110,7 @@ def test_a_device_that_cannot_be_checked_is_said(file, capsys, monkeypatch):
 
 
 def test_a_router_of_pools_prices_with_what_it_is_given(file):
-    pools = {"prefill": "http://127.0.0.1:9", "decode": "http://127.0.0.1:9,http://127.0.0.1:10"}
+    pools = {"prefill": "http://127.0.0.1:8", "decode": "http://127.0.0.1:9,http://127.0.0.1:10"}
     assert are_meant(options(**pools)) and not are_meant(options(engines="http://127.0.0.1:9"))
     router = pool_router(options(**pools, constants_from=file))
     assert router.policy_name == "marginal_cost" and (router.n_prefill, len(router.instances)) == (1, 3)

@@ -84,7 +84,7 @@ def test_a_router_asks_the_sidecars_of_its_cluster_and_goes_where_they_say(tmp_p
 def test_wrong_words_are_answered_with_what_is_allowed(tmp_path, capsys):
     places = [{"url": "http://127.0.0.1:9", "role": "engine", "status": str(tmp_path / "s"), "log": ""}]
     write_cluster(tmp_path, places, CONFIG, PRESET.cost, 1.0, "m", "", "emulated")
-    cluster, pools = ["--cluster", str(tmp_path)], ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:9"]
+    cluster, pools = ["--cluster", str(tmp_path)], ["--prefill", "http://127.0.0.1:8", "--decode", "http://127.0.0.1:9"]
     for words, told in (
         (["sidecar", *cluster, "--instance", "3"], "engines 0..0"),
         (["route", *cluster, "--sidecars", "http://a,http://b"], "must name 1 URLs"),
@@ -111,6 +111,12 @@ def test_wrong_words_are_answered_with_what_is_allowed(tmp_path, capsys):
         (["route", *cluster, "--first-byte-s", "0"], "argument --first-byte-s: '0' is not a number > 0"),
         (["route", *pools, "--cost", "base_s=1"], "the policies of pools price with constants"),
         (["sidecar", *cluster, "--instance", "0", "--cost", "base_s=1"], "leave --preset and --cost out"),
+        (
+            ["route", *pools[:3], "http://127.0.0.1:7,http://127.0.0.1:8/", "--constants-from", "paper"],
+            "--prefill and --decode together ['http://127.0.0.1:8', 'http://127.0.0.1:7', 'http://127.0.0.1:8']: names "
+            "http://127.0.0.1:8 more than once",
+        ),
+        (["launch", "--instances", "1", "--world", "hardware", "--flags", "'unclosed"], '--flags "\'unclosed" are no'),
         (
             ["route", "--engines", "http://127.0.0.1:9", "--policy", "astrolabe"],
             "no Predictor: give the router a preset",

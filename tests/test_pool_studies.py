@@ -106,7 +106,7 @@ def test_what_is_of_simulated_runs_is_refused_on_running_pools(tmp_path, capsys,
 def written(folder, config=CONFIG, cost=COST, roles="pdd", world="emulated", handover=None):
     """The folder of a cluster whose engines are nowhere."""
     names = {"p": "prefill", "d": "decode", "-": None}
-    engines = [{"url": "http://127.0.0.1:9", "role": names[role]} for role in roles]
+    engines = [{"url": f"http://127.0.0.1:{i + 1}", "role": names[role], "status": ""} for i, role in enumerate(roles)]
     told = Handover().to_dict() if handover is None else handover
     write_cluster(folder, engines, config, cost, 1.0, "m", "", world, told)
     return folder

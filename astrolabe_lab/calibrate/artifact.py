@@ -243,15 +243,38 @@ class Calibration:
             given["transfer"] = Transfer(**given["transfer"]) if given.get("transfer") else None
             given["streamed"] = Streamed(**given["streamed"]) if given.get("streamed") else None
             given["bends"] = tuple(given.get("bends", ()))
-            return cls(**given)
-        except (KeyError, TypeError) as error:
+            found = cls(**given)
+            EngineConfig(**found.engine)
+        except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"{name!r} is a damaged calibration ({error})") from None
+        for where, part in (
+            ("", found),
+            *((f"{each}.", getattr(found, each)) for each in ("slo", "transfer", "streamed")),
+        ):
+            if wrong := [] if part is None else _mistyped(part):
+                raise InputError(
+                    f"{name!r} is a damaged calibration ({where}{wrong[0]}={getattr(part, wrong[0])!r:.80})"
+                )
+        if not all(isinstance(gate, dict) and "ok" in gate for gate in found.gates.values()):
+            raise InputError(f"{name!r} is a damaged calibration (gates={found.gates!r:.80})")
+        return found
 
 
 def load(path: str | Path, edited: bool = False) -> Calibration:
     """The calibration in a file. ``edited``: accept one that was changed by hand. Raises InputError."""
     entries = json_object(path, "this calibration", "; astrolabe calibrate makes one")
     return Calibration.from_dict(entries, str(path), edited)
+
+
+def _mistyped(part) -> list[str]:
+    """The fields that are not of their kind; a number is finite."""
+    kinds = {"float": (int, float), "int": (int,), "str": (str,), "dict": (dict,)}
+    told = [(each.name, each.type, getattr(part, each.name)) for each in fields(part) if each.type in kinds]
+    return [
+        name
+        for name, kind, value in told
+        if type(value) not in kinds[kind] or kind == "float" and not abs(value) < 1e300
+    ]
 
 
 def _digest(entries: dict) -> str:

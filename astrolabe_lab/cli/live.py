@@ -70,13 +70,20 @@ def launch(args):
         *many, preset=args.preset, engine=args.engine, cost=args.cost, time_scale=args.time_scale, folder=args.out,
         model_name=args.model_name, timeout_s=args.timeout_s, world=args.world, model=args.model, device=args.device,
         tensor_parallel=args.tensor_parallel, gpus=args.gpus.split(",") if args.gpus else None,
-        cores=parse_cores(args.cores) if args.cores else None, flags=shlex.split(args.flags), restart=args.restart,
+        cores=parse_cores(args.cores) if args.cores else None, flags=_words(args.flags), restart=args.restart,
     ) as cluster:  # fmt: skip
         _announce(cluster.describe())
         if _until_told(lambda: next(iter(cluster.lost), None)) is not None:
             lost = ", ".join(str(engine.index) for engine in cluster.lost)
             raise EngineError(f"engine {lost} ended (see above): the others are ended too")
     return None, None
+
+
+def _words(flags: str) -> list[str]:
+    try:
+        return shlex.split(flags)
+    except ValueError as error:
+        raise InputError(f"--flags {flags!r} are no words of a shell: {error}") from None
 
 
 def add_route(parser: argparse.ArgumentParser) -> None:

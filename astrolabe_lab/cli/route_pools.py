@@ -56,6 +56,7 @@ def pool_router(args):
     else:
         config, time_scale = EngineConfig.parse(args.engine), args.time_scale or 1.0
         pools = urls_of(args.prefill, "--prefill"), urls_of(args.decode, "--decode")
+        urls_of([*pools[0], *pools[1]], "--prefill and --decode together")
         places = [[(url, None) for url in urls] for urls in pools]
         tokenizer, models = args.tokenizer, (args.model or "emulated").split(",")
     refuse_two_calibrations(args)

@@ -11,9 +11,13 @@ from astrolabe_lab.cost import StepCost
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.sim.config import EngineConfig
 from astrolabe_lab.text_files import json_object
+from astrolabe_lab.urls import urls_of
 
 VERSION = 1
 CLUSTER_FILE = "cluster.json"
+WORLDS = ("emulated", "hardware")
+ROLES = ("prefill", "decode")
+HANDOVER = ("latency_s", "per_block_s", "expiry_s", "fail_share")
 
 
 @dataclass(frozen=True)
@@ -44,17 +48,54 @@ def write_cluster(folder: Path, engines, config, cost, time_scale, model, tokeni
 
 
 def read_cluster(folder: str | Path) -> ClusterFile:
-    """The cluster of ``folder``. Raises InputError where there is none."""
+    """The cluster of ``folder``. Raises InputError where there is none, or its file does not tell one."""
     path = Path(folder) / CLUSTER_FILE
     raw = json_object(path, "this cluster", " (astrolabe launch makes it)")
+    where = f"cluster {str(folder)!r}"
     try:
         if raw["version"] != VERSION:
-            raise InputError(f"cluster {str(folder)!r}: version {raw['version']!r} where {VERSION} is understood")
-        return ClusterFile(
-            raw["engines"], EngineConfig(**raw["engine"]), raw["cost"] and StepCost.from_dict(raw["cost"]),
-            float(raw["time_scale"]), raw["model"], raw["tokenizer"], raw["world"], raw.get("handover"),
+            raise InputError(f"{where}: version {raw['version']!r} where {VERSION} is understood")
+        cost = None if raw["cost"] is None else StepCost.from_dict(raw["cost"])
+        found = ClusterFile(
+            raw["engines"], EngineConfig(**raw["engine"]), cost, raw["time_scale"],
+            raw["model"], raw["tokenizer"], raw["world"], raw.get("handover"),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, InputError):
-            raise
-        raise InputError(f"cluster {str(folder)!r}: {path.name} is damaged ({error!r})") from None
+            raise InputError(f"{where}: {path.name} is damaged: {error}") from None
+        raise InputError(f"{where}: {path.name} is damaged ({error!r})") from None
+    if damage := _damage(found):
+        raise InputError(f"{where}: {path.name} is damaged: {damage}")
+    urls_of([engine["url"] for engine in found.engines], f"{where}: {path.name}: engines")
+    return found
+
+
+def _damage(found: ClusterFile) -> str | None:
+    """What of it is none of what a cluster tells."""
+    if not isinstance(found.model, str) or not found.model:
+        return f"model={found.model!r} is no name"
+    if not isinstance(found.tokenizer, str):
+        return f"tokenizer={found.tokenizer!r} is no text"
+    if found.world not in WORLDS:
+        return f"world={found.world!r} is not one of {', '.join(WORLDS)}"
+    if not _number(found.time_scale) or not found.time_scale > 0:
+        return f"time_scale={found.time_scale!r} is no number > 0"
+    if not isinstance(found.engines, list) or not found.engines:
+        return "engines is no list of at least one"
+    for i, engine in enumerate(found.engines):
+        if not isinstance(engine, dict):
+            return f"engine {i} is {engine!r:.40}, no object"
+        for name in ("url", "status"):
+            if not isinstance(engine.get(name), str):
+                return f"engine {i}: {name}={engine.get(name)!r} is no text"
+    roles = {str(engine.get("role")) for engine in found.engines}
+    if roles & set(ROLES) and roles != set(ROLES):
+        return f"pools have engines of the roles {' and '.join(ROLES)}, not of {', '.join(sorted(roles))}"
+    told = {} if found.handover is None else found.handover
+    if not isinstance(told, dict) or told and not all(_number(told.get(name)) and told[name] >= 0 for name in HANDOVER):
+        return f"handover={told!r:.80} is no object of {', '.join(HANDOVER)}, numbers >= 0"
+    return None
+
+
+def _number(value) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e300

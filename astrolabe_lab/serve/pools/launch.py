@@ -13,12 +13,12 @@ import json
 from dataclasses import dataclass
 
 from astrolabe_lab.calibrate.artifact import Transfer
+from astrolabe_lab.engines.cluster_file import ROLES
 from astrolabe_lab.engines.engine_process import Engine, free_port
 from astrolabe_lab.engines.launch import launch
 from astrolabe_lab.engines.running import Cluster
 from astrolabe_lab.errors import InputError
 
-ROLES = ("prefill", "decode")
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 PRESET = "qwen2.5-3b-a40"
 TRANSFER = Transfer(0.040, 16 * 36_864 / 10e9)  # as disagg.constants.PAPER has it
