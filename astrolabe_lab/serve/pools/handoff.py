@@ -32,15 +32,16 @@ def release_body(body: dict, handle: dict) -> dict:
 
 
 def handle_of(answer: dict) -> dict | None:
-    """What a prefill engine's answer says of the blocks it keeps; None where it keeps none. Raises EngineFault where
-    its blocks are none: they would be the decode engine's undoing."""
-    handle = answer.get("kv_transfer_params")
-    if not (isinstance(handle, dict) and handle.get("do_remote_prefill")):
-        return None
+    """What a prefill engine's answer says of the blocks it keeps; None where it keeps none."""
+    handle = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+    return handle if isinstance(handle, dict) and handle.get("do_remote_prefill") else None
+
+
+def check_blocks(handle: dict) -> None:
+    """Raise EngineFault where its blocks are none: they would be the decode engine's undoing."""
     groups = handle.get("remote_block_ids")
     if groups is not None and not (isinstance(groups, list) and all(map(_is_group, groups))):
         raise EngineFault(f"remote_block_ids={groups!r:.60} are no blocks")
-    return handle
 
 
 def blocks_of(handle: dict | None) -> int:

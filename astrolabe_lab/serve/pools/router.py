@@ -197,7 +197,9 @@ class PoolRouter(Router):
                     answer = completion(await read_whole(upstream, self.limits.prefill_bytes))
                     if answer is None:
                         raise EngineFault("the answer is no completion")
-                    handle = handoff.handle_of(answer) or {}
+                    kept = handoff.handle_of(answer) or {}
+                    handoff.check_blocks(kept)
+                    handle = kept
                     instance.breaker.succeeded()
                     status, reason = "ok", ""
                     return handle
