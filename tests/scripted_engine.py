@@ -136,6 +136,8 @@ class ScriptedEngine:
             await answer.write(b"data: " + json.dumps({"id": "x", "choices": [], "usage": usage}).encode() + b"\n\n")
         end = b"data: " + json.dumps({"id": "x", "choices": [choice]}).encode() + b"\n\ndata: [DONE]\n\n"
         await answer.write(end * 2 if self.script == "twice" else b"data: [DONE]\n\n")
+        if self.script == "lingers":
+            await asyncio.sleep(3600)
         await answer.write_eof()
         return answer
 

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 from scripted_engine import scripted_engines
 from test_faults import QUICK, idle, one_row_each
-from test_router import MODEL, ask, routed, run
+from test_router import MODEL, ask, outcomes, routed, run
 
 from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.listen import allow_open_files
@@ -74,6 +74,24 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(tmp_path, leav
     run(story())
     rows = one_row_each(tmp_path / "j")
     assert [row["status"] for row in rows] == ["aborted"] * (0 if leaves == "in its head" else 5)
+
+
+def test_a_client_that_leaves_with_the_last_token_has_had_its_answer(tmp_path):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+            engines[0].script = "lingers"  # so that the router is still reading when the client leaves
+            body = {"model": MODEL, "prompt": "hello there", "max_tokens": 6, "stream": True}
+            async with session.post(url + "/v1/completions", json=body) as answer:
+                seen = b""
+                while b"[DONE]" not in seen:
+                    seen += await answer.content.readany()
+                answer.close()
+            while not outcomes(tmp_path / "j"):
+                await asyncio.sleep(0.05)
+
+    run(story())
+    (row,) = outcomes(tmp_path / "j")["ok"]
+    assert row["output_tokens"] == 6 and row["finish_reason"] == "length"
 
 
 def test_a_client_that_leaves_while_sidecars_are_asked_leaves_nothing_behind(tmp_path):

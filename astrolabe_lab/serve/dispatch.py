@@ -118,7 +118,11 @@ class Dispatch:
                 self._learn(asked, request, decision, watcher, entry)
             return answer
         except (ClientGone, asyncio.CancelledError) as gone:
-            reason = str(gone) or reason
+            if watcher.delivered:  # who leaves with the last token has had an answer
+                status, reason = watcher.verdict(answer.status)
+                instance.breaker.succeeded()
+            else:
+                reason = str(gone) or reason
             raise asyncio.CancelledError() from None
         except (aiohttp.ClientError, TimeoutError, OSError, EngineFault) as error:
             if _has_left(http):
@@ -198,6 +202,7 @@ class Dispatch:
             patience.reschedule(loop.time() + between_s)
         if not watcher.complete:
             raise EngineFault("the stream ended before its answer did")
+        watcher.delivered = True
         patience.reschedule(loop.time() + END_S + writing_s)
         await _to_its_end(upstream)
         await answer.write_eof()

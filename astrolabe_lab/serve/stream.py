@@ -17,7 +17,8 @@ class Watcher:
     """Fed with the answer's bytes. ``tokens``: events that brought text (one token each, but under load vLLM may put
     several into one); ``counted``, ``prompt_tokens``: as the answer's usage says, where it has one; ``finish_reason``:
     the first one seen; ``error``: (message, code or None) of an error event in a stream, which vLLM ends as properly
-    as any other; ``begun``: it is a stream indeed; ``complete``: it ended properly."""
+    as any other; ``begun``: it is a stream indeed; ``complete``: it ended properly;
+    ``delivered``: all of it has been written to the client."""
 
     stream: bool
     tokens: int = 0
@@ -27,6 +28,7 @@ class Watcher:
     error: tuple[str, int | None] | None = None
     begun: bool = False
     complete: bool = False
+    delivered: bool = False
     _left: bytearray = field(default_factory=bytearray, repr=False)
 
     @property
