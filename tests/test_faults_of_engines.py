@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -186,7 +187,7 @@ def test_an_end_that_comes_twice_is_one_outcome(tmp_path):
     assert (row["status"], row["finish_reason"]) == ("ok", "length")
 
 
-def test_health_goes_and_comes_with_hysteresis_and_a_draining_engine_finishes_what_it_has(tmp_path):
+def test_health_goes_and_comes_with_hysteresis_and_a_draining_engine_finishes_what_it_has(tmp_path, caplog):
     async def story():
         async with (
             scripted_engines(2, token_s=0.03) as engines,
@@ -219,6 +220,10 @@ def test_health_goes_and_comes_with_hysteresis_and_a_draining_engine_finishes_wh
                 assert answer.status == 401
 
     run(story())
+    gone, back = caplog.messages
+    assert re.fullmatch(r"engine 0 at \S+ does not answer, .*", gone) and re.fullmatch(
+        r"engine 0 at \S+ answers again", back
+    )
     assert {row["status"] for row in one_row_each(tmp_path / "j")} == {"ok"}
 
 

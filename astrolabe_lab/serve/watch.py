@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,8 @@ from astrolabe_lab.status.scrape import Gauges, read_gauges
 
 from .instance import Instance
 from .limits import Limits
+
+log = logging.getLogger(__name__)
 
 PATIENCE_S = 5.0  # wall; a burst of requests must not make an engine look dead
 
@@ -39,7 +42,11 @@ class Watch:
                     ok = answer.status == 200
             except (aiohttp.ClientError, TimeoutError, OSError):
                 ok = False
+            before = instance.health.healthy
             instance.health.probed(ok)
+            if before != instance.health.healthy:
+                what = "does not answer, and gets no requests until it does" if before else "answers again"
+                log.warning("engine %d at %s %s", instance.index, instance.url, what)
             await asyncio.sleep(self.limits.probe_s * self.time_scale)
 
     async def _gauges(self, instance: Instance) -> None:
