@@ -151,12 +151,12 @@ def route(args):
 
     async def serve():
         async with listening(router, args.host, args.port) as url:
-            told = {"policy": args.policy, "engines": len(router.instances), "loop": event_loop.NAME}
-            _announce({"url": url} | told)
             done = asyncio.Event()
             loop = asyncio.get_running_loop()
             for name in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(name, done.set)
+            told = {"policy": args.policy, "engines": len(router.instances), "loop": event_loop.NAME}
+            _announce({"url": url} | told)
             await done.wait()
 
     event_loop.run(serve())
