@@ -116,6 +116,12 @@ def test_wrong_words_are_answered_with_what_is_allowed(tmp_path, capsys):
             "--prefill and --decode together ['http://127.0.0.1:8', 'http://127.0.0.1:7', 'http://127.0.0.1:8']: names "
             "http://127.0.0.1:8 more than once",
         ),
+        (["route", *cluster, "--poll-s", "1"], "--poll-s is of prefill and decode pools"),
+        (["launch", "--instances", "1", "--hand-off", "base_s=1"], "--hand-off is of emulated pools (--pools P+D)"),
+        (["launch", "--pools", "1+1", "--world", "hardware", "--hand-off", "base_s=1"], "--hand-off is of emulated"),
+        (["launch", "--pools", "1+1", "--hand-off", "polls=end"], "allowed: base_s, per_block_s, expiry_s, fail_share"),
+        (["launch", "--pools", "1+1", "--hand-off", "expiry_s=soon"], "hand-off: expiry_s=soon must be a number"),
+        (["launch", "--pools", "1+1", "--hand-off", "fail_share=2"], "fail_share=2.0 must be from 0 to 1"),
         (["launch", "--instances", "1", "--world", "hardware", "--flags", "'unclosed"], '--flags "\'unclosed" are no'),
         (
             ["route", "--engines", "http://127.0.0.1:9", "--policy", "astrolabe"],

@@ -230,5 +230,33 @@ def test_the_command_writes_studies_at_rates_of_their_own_length(tmp_path, capsy
     width = Grid.load(tmp_path / "width.yaml")
     assert width.defaults["requests"] == 40 and len(width) == 3 * 3 * 6 * 2
     assert len({cell.settings["decode_slope_s"] for cell in width.cells()}) == 3
+    assert main(["studies", "--out", str(tmp_path), "--studies", "gpus", *told, "--slopes", "0.0004"]) == 0
+    assert {cell.settings["decode_slope_s"] for cell in Grid.load(tmp_path / "gpus.yaml").cells()} == {4e-4}
     assert main(["studies", "--out", str(tmp_path), "--studies", "widths"]) == 2
     assert "no study is called widths; there are bursty," in capsys.readouterr().err
+
+
+def ran(source, goodput, **columns):
+    """Rows as a sweep has them, of one run each; ``goodput`` by policy."""
+    told = [{"policy": policy, "qps": 4.0, "seed": 0} | columns | {"n": 9} for policy in goodput]
+    return pd.DataFrame(told).assign(source=source, goodput_share=list(goodput.values()))
+
+
+LIVE_ROWS = {"round_robin": 0.7, "round_robin (again)": 0.72, "marginal_cost": 0.8}
+
+
+def test_two_worlds_stand_side_by_side_and_their_disagreements_are_counted():
+    live = pd.concat(ran("emulated", LIVE_ROWS, pools=pools) for pools in ("1+1", "1+2"))
+    there = {"round_robin": 0.75, "marginal_cost": 0.7}
+    simulated = pd.concat(
+        [ran("simulated", there, pools="1+1"), ran("simulated", {**there, "marginal_cost": 0.9}, pools="1+2"),
+         ran("simulated", there, pools="2+2")]
+    )  # fmt: skip
+    table = compare.beside(live, simulated)
+    assert table.index.names == ["pools", "policy"] and len(table) == 6  # and none of pools that did not run live
+    assert table.loc[("1+1", "marginal_cost")].to_dict() == {"emulated": 0.8, "simulated": 0.7}
+    assert np.isnan(table.loc[("1+2", "round_robin (again)"), "simulated"])
+    assert compare.disagreements(table, "marginal_cost", "round_robin") == (1, 2)
+    assert compare.apart(live).tolist() == pytest.approx([0.02, 0.02])
+    alone = compare.beside(ran("emulated", LIVE_ROWS), ran("simulated", there))
+    assert alone.index.names == ["policy"] and compare.disagreements(alone, "marginal_cost", "round_robin") == (1, 1)

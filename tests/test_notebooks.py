@@ -266,6 +266,21 @@ def test_the_notebook_on_pools_makes_its_studies_on_emulated_engines_too(tmp_pat
     assert set(beside.n) == {20} and set(beside.seed) == set(runs.seed)
 
 
+@pytest.mark.long
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_the_notebook_on_failures_starts_the_pools_of_its_studies(tmp_path):
+    path = next(path for path in NOTEBOOKS if path.stem == "32_where_it_fails")
+    live = {"live_studies": ["starved", "kv_budget"], "live_requests": 12, "time_scale": 2.0, "world": "emulated"}
+    copy = run_notebook(path, SMALL[path.stem] | live, tmp_path / "live", cell_timeout_s=1800)
+    corner, memory = (pd.read_parquet(copy.with_name(f"{name}_emulated.parquet")) for name in live["live_studies"])
+    names = ["marginal_cost", "round_robin", "round_robin (again)"]
+    assert corner.groupby("poll_s").policy.agg(sorted).to_dict() == {0.05: names, 1.0: names}
+    assert memory.groupby("engine.num_gpu_blocks").policy.agg(sorted).to_dict() == {501: names, 3751: names}
+    for runs in (corner, memory):
+        assert set(runs.source) == {"emulated"} and (runs.ok == 12).all()
+
+
 @pytest.mark.shared
 def test_the_fidelity_notebook_replays_a_real_run(shared, tmp_path):
     folder = shared / "data" / "vidur" / "llmservingsim"

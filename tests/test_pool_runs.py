@@ -114,12 +114,12 @@ def test_policies_and_traces_must_be_distinct():
 
 
 @contextmanager
-def cluster_of_scripted_pools(folder, change=lambda prefill, decode: None, config=EngineConfig()):
-    """The folder of a cluster of 1 + 2 scripted engines, spoilt by ``change``, which answer in a thread meanwhile."""
+def cluster_of_scripted_pools(folder, change=lambda prefill, decode: None, config=EngineConfig(), shape=(1, 2)):
+    """The folder of a cluster of scripted engines, spoilt by ``change``, which answer in a thread meanwhile."""
     loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
     async def serve():
-        async with scripted_pools(1, 2) as (prefill, decode):
+        async with scripted_pools(*shape) as (prefill, decode):
             change(prefill, decode)
             engines = [
                 {"url": engine.url, "role": role, "status": str(folder / "none")}

@@ -1,6 +1,7 @@
 """Grids of pools on live engines: the same requests, the same columns, A/A beside, and goes on where it was ended."""
 
 import asyncio
+import contextlib
 import json
 from dataclasses import replace
 
@@ -73,7 +74,7 @@ def test_a_grid_runs_on_live_pools_with_the_requests_and_columns_of_the_simulato
     assert (found["n"] == 5).all() and (found["ok"] == 5).all() and set(found["source"]) == {"hardware"}
     even = found[found["policy"] == "round_robin"]["spread_requests"]
     assert even.tolist() == pytest.approx([0.2, 0.2])  # three and two of five
-    told = [path.read_text() for path in sorted(out.glob("qps*.json"))]
+    told = [path.read_text() for path in sorted(out.glob("qps40-seed0-*/constants.json"))]
     assert len(told) == 2 and told[0] != told[1]
 
 
@@ -88,7 +89,7 @@ def test_the_command_runs_a_grid_on_running_pools_and_goes_on_where_it_was_ended
         said = capsys.readouterr()
         assert said.out.startswith("2 runs (0 made before) in ") and f"wrote {out}/summary.parquet" in said.out
         assert "gate greedy: ok" in said.err and "block 1 of 1, cell 2 of 2, qps40-seed0--" in said.err
-        (out / "qps40-seed0-constants0" / "qps40-seed0--round_robin.parquet").unlink()
+        next(out.glob("qps40-seed0-*/qps40-seed0--round_robin.parquet")).unlink()
         assert main([*words, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["runs"] == {"all": 2, "made": 1, "made_before": 1} and told["source"] == "hardware"
@@ -131,8 +132,22 @@ def test_pools_that_are_not_the_grids_are_refused_in_one_line(tmp_path, capsys, 
     assert told in said and len(said.splitlines()) == 1 and not (tmp_path / "out").exists()
 
 
+def test_what_live_runs_will_take_is_told_before_any_engine_starts(tmp_path, capsys):
+    (tmp_path / "grid.yaml").write_text(TINY)
+    told = {}
+    for words in (["--emulate", "2"], ["--cluster", str(written(tmp_path))]):
+        assert main(["sweep", str(tmp_path / "grid.yaml"), "--dry-run", "--json", *words]) == 0
+        told[words[0]] = json.loads(capsys.readouterr().out)
+        assert told[words[0]] | {"wall_s": 0} == {"runs": 2, "requests": 8, "pools": 1, "wall_s": 0}
+    assert told["--emulate"]["wall_s"] > told["--cluster"]["wall_s"] > 60
+    assert main(["sweep", str(tmp_path / "grid.yaml"), "--cluster", "there", "--emulate", "2"]) == 2
+    assert "--cluster and --emulate" in capsys.readouterr().err
+
+
 def world_of(grid):
-    return World.of(planned(grid)[0])
+    first, *others = (World.of(run) for run in planned(grid)[0])
+    assert not any(first.apart(other) for other in others)
+    return first
 
 
 def test_real_engines_have_steps_of_their_own_and_need_only_shape_and_flags(tmp_path):
@@ -176,13 +191,14 @@ def test_a_grid_with_the_settings_of_running_pools_is_theirs_and_its_command_sta
     assert EngineConfig.parse(args.engine, EngineConfig.from_dict(base.engine)) == config
 
 
-def test_a_hand_off_of_its_own_is_told_and_pools_like_that_are_started_from_python(tmp_path):
+def test_a_hand_off_of_its_own_is_told_and_started(tmp_path):
     slow = Handover().to_dict() | {"latency_s": 0.2}
     settings = settings_of(written(tmp_path, handover=slow))
     assert settings["hand_off.base_s"] == 0.2
     world = world_of(sweep.Grid(ONE, WORLD | settings))
     world.require(tmp_path)
-    assert world.command() == "serve.pools.studies.launch_for"
+    args = build_parser().parse_args(world.command().split()[1:])
+    assert Handover.parse(args.hand_off).to_dict() == slow
     written(tmp_path, CONFIG, StepCost.parse("base_s=0.01,mixed_grid=1/64*0*0.1/0.2"))
     with pytest.raises(InputError, match=r"has cost\.\w+ of no preset"):
         settings_of(tmp_path)
@@ -252,6 +268,8 @@ def test_studies_of_running_pools_are_grids_that_run_there(tmp_path, capsys, mon
         (["--rates", "4"], "--rates is of a search on running pools: give --cluster DIR too"),
         (["--start-qps", "4"], "--start-qps is of a search on running pools"),
         (["--cluster", "HERE", "--workers", "2"], "--workers is of simulated runs"),
+        (["--cluster", "HERE", "--slopes", "0.0004"], "--slopes is of simulated pools"),
+        (["--slopes", "0.0004,none"], "argument --slopes: 'none' is not a number > 0"),
         (["--cluster", "HERE", "--studies", "width"], "no study of one set of pools is called width; there are bursty"),
     ],
 )
@@ -264,32 +282,78 @@ def test_options_of_the_other_search_are_refused(tmp_path, capsys, words, told):
 @pytest.mark.parametrize(
     ("grid", "told"),
     [
-        (studies.width({4e-4: 14.0}, [0], 5), "differ in pools"),
-        (studies.bursty({4e-4: 14.0, 2e-4: 16.0}, [0], 5), "differ in cost"),
-        (studies.length_error({4e-4: 14.0}, [0], 5), "differ in lengths"),
-        (studies.leak({4e-4: 14.0}, [0], 5), "differ in signals"),
-        (sweep.Grid(ONE, WORLD | {"signals": "leaked"}), "no live router"),
+        (studies.leak({4e-4: 14.0}, [0], 5), "no live router"),
         (sweep.Grid(ONE, WORLD | {"service": "serial"}), "keep vLLM's schedule"),
-        (sweep.Grid(ONE, WORLD | {"poll_s": 1.0}), "poll_s=1 is of the simulator alone"),
         (sweep.Grid(ONE, WORLD | {"hand_off.lease_s": 5.0}), "leave out lease_s"),
         (sweep.Grid(ONE, {"trace": "family:chat", "requests": 5, "instances": 2}), "give pools"),
+        (sweep.Grid([[point | {"label": label} for point in ONE[0] for label in "ab"]], WORLD), "is in the grid twice"),
+        (sweep.Grid(ONE, WORLD | {"pools": "2000+2000"}), "4000 emulated engines need"),
     ],
 )
-def test_what_cannot_be_run_on_one_set_of_live_pools_is_refused_before_any_engine_starts(grid, told, monkeypatch):
-    monkeypatch.setattr("astrolabe_lab.serve.pools.launch.launch_pools", lambda *_, **__: pytest.fail("launched"))
+def test_what_no_live_pools_can_do_is_refused_before_any_engine_starts(grid, told, monkeypatch, tmp_path):
+    monkeypatch.setattr("astrolabe_lab.serve.pools.world.launch_pools", lambda *_, **__: pytest.fail("launched"))
     with pytest.raises(InputError, match=told):
-        live.launch_for(grid, 1.0)
+        live.run(grid, live.Emulated(1.0), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
-def test_pools_are_launched_as_the_grid_has_them(monkeypatch):
-    given = {}
+@pytest.mark.parametrize(
+    ("grid", "told"),
+    [
+        (studies.width({4e-4: 14.0}, [0], 5), "differ in pools, and pools that run"),
+        (studies.bursty({4e-4: 14.0, 2e-4: 16.0}, [0], 5), "differ in cost.decode.base_s, cost.decode.per_seq_s"),
+        (studies.kv_budget({4e-4: 14.0}, [0], 5), "differ in engine.max_model_len, engine.num_gpu_blocks"),
+    ],
+)
+def test_a_grid_of_several_pools_is_refused_on_one_cluster(grid, told, tmp_path):
+    with pytest.raises(InputError, match=told):
+        live.run(grid, written(tmp_path), tmp_path / "out")
 
-    def launch(prefill, decode, **options):
-        given.update(options, shape=(prefill, decode))
 
-    monkeypatch.setattr("astrolabe_lab.serve.pools.launch.launch_pools", launch)
-    live.launch_for(GRID, 6.0, folder="here")
-    assert given["shape"] == (1, 2) and given["time_scale"] == 6.0 and given["folder"] == "here"
-    assert given["cost"].decode.per_seq_s == pytest.approx(2e-4)
-    assert given["engine"].usable_blocks * given["engine"].block_size == 60_000
-    assert given["handover"].transfer.latency_s == 0.040
+SEVERAL = sweep.Grid.of(
+    {
+        "defaults": {"trace": "family:chat", "requests": 4, "qps": 40.5, "decode_slope_s": SLOPE_S},
+        "grid": {"pools": ["1+1", "1+2"], "lengths": ["oracle", "noisy:0.5"], "poll_s": [0.05, 1.0],
+                 "policy": ["round_robin"], "seed": [0]},
+    }
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_pools_are_started_one_after_the_other_as_the_runs_need_them(tmp_path, monkeypatch):
+    out, said, started = tmp_path / "out", [], []
+
+    @contextlib.contextmanager
+    def launch(prefill, decode, *, folder, time_scale, engine, cost, handover, progress):
+        started.append((prefill, decode, time_scale))
+        folder.mkdir(parents=True, exist_ok=True)
+        with cluster_of_scripted_pools(folder, config=engine, shape=(prefill, decode)):
+            yield
+
+    monkeypatch.setattr("astrolabe_lab.serve.pools.world.launch_pools", launch)
+    found = live.run(SEVERAL, live.Emulated(1.0), out, say=said.append)
+    assert sorted(started) == [(1, 1, 1.0), (1, 2, 1.0)]
+    assert len(found) == 2 * len(SEVERAL) and (found["ok"] == 4).all()
+    names = ["pools", "lengths", "poll_s", "policy"]
+    assert set(names) <= set(found.columns) and (found.groupby(names).size() == 1).all()
+    polls = [json.loads(line)["poll_s"] for path in out.glob("*/*.jsonl") for line in path.open() if '"pools"' in line]
+    assert sorted(set(polls)) == [0.05, 1.0] and polls.count(1.0) == len(found) // 2
+    counted = live.estimate(SEVERAL, 2.0)
+    assert counted | {"wall_s": 0} == {"runs": 16, "requests": 64, "pools": 2, "wall_s": 0} and counted["wall_s"] > 0
+    # All is kept: no engine starts, in no other time either; a run that is missing starts its own pools alone.
+    assert live.run(SEVERAL, live.Emulated(1.0), out, say=said.append).equals(found) and len(started) == 2
+    with pytest.raises(InputError, match="holds runs on emulated pools at time scale 1: go on with those"):
+        live.run(SEVERAL, live.Emulated(2.0), out)
+    with pytest.raises(InputError, match="are not the grid's|differ in pools"):
+        live.run(SEVERAL, out / "pools", out)
+    gone = found[(found["pools"] == "1+1")].index[0]
+    next(path for path in out.glob("*/*.parquet") if len(pd.read_parquet(path)) and shape_of(path) == 2).unlink()
+    assert live.run(SEVERAL, live.Emulated(1.0), out, say=said.append).loc[gone, "pools"] == "1+1"
+    assert started[2:] == [(1, 1, 1.0)]
+
+
+def shape_of(path):
+    """How many engines the run of this frame had."""
+    journal = path.with_suffix(".jsonl").read_text().splitlines()
+    told = next(json.loads(line) for line in journal if '"pools"' in line)
+    return len(told["prefill"]) + len(told["decode"])

@@ -39,6 +39,12 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
     many = parser.add_mutually_exclusive_group(required=True)
     many.add_argument("--instances", type=whole(1), metavar="N", help="how many engines")
     many.add_argument("--pools", metavar="P+D", help="prefill and decode engines that hand KV blocks over, like 2+4")
+    add(
+        "--hand-off",
+        metavar="key=value,...",
+        help="how emulated pools hand over: base_s, per_block_s, expiry_s (until prefill gives up blocks that nobody "
+        "pulls), fail_share (of pulls)",
+    )
     add("--preset", metavar="NAME", help="model and GPU to emulate (default: llama2-7b-a30)")
     add("--engine", default="", metavar="key=value,...", help="change the preset's engine flags, or vLLM's defaults")
     add("--cost", default="", metavar="key=value,...", help="change the preset's step cost; of real engines, theirs")
@@ -60,17 +66,20 @@ def launch(args):
     from astrolabe_lab.engines.launch import launch as start
     from astrolabe_lab.engines.placement import parse_cores
 
-    many = (args.instances,)
+    many, more = (args.instances,), {}
     if args.pools:
         from astrolabe_lab.disagg.settings import parse_pools
+        from astrolabe_lab.serve.pools.launch import Handover
         from astrolabe_lab.serve.pools.launch import launch_pools as start
 
-        many = parse_pools(args.pools)
+        many, more = parse_pools(args.pools), {"handover": Handover.parse(args.hand_off or "")}
+    if args.hand_off and not (args.pools and args.world == "emulated"):
+        raise InputError("--hand-off is of emulated pools (--pools P+D): others hand over nothing, or take their time")
     with start(
         *many, preset=args.preset, engine=args.engine, cost=args.cost, time_scale=args.time_scale, folder=args.out,
         model_name=args.model_name, timeout_s=args.timeout_s, world=args.world, model=args.model, device=args.device,
         tensor_parallel=args.tensor_parallel, gpus=args.gpus.split(",") if args.gpus else None,
-        cores=parse_cores(args.cores) if args.cores else None, flags=_words(args.flags), restart=args.restart,
+        cores=parse_cores(args.cores) if args.cores else None, flags=_words(args.flags), restart=args.restart, **more,
     ) as cluster:  # fmt: skip
         _announce(cluster.describe())
         if _until_told(lambda: next(iter(cluster.lost), None)) is not None:
@@ -126,6 +135,9 @@ def add_route(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--deadline-ms", type=number(above=0), metavar="X", help=f"for the sidecars' answers (default: {DEADLINE_MS:g})"
+    )
+    parser.add_argument(
+        "--poll-s", type=number(above=0), metavar="S", help="of pools: modelled s between two polls of occupancy (0.05)"
     )
     parser.add_argument("--journal", metavar="FILE", help="append every decision and outcome to this file")
     parser.add_argument("--journal-prompts", action="store_true", help="with their prompts, to train a length model on")
@@ -186,6 +198,8 @@ def _check(args) -> None:
 
 
 def _router(args):
+    if args.poll_s:
+        raise InputError("--poll-s is of prefill and decode pools: of whole engines a router reads the status")
     from astrolabe_lab import policies
     from astrolabe_lab.cli.calibrate import calibrated, step_cost
     from astrolabe_lab.cost import StepCost

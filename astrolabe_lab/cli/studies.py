@@ -14,7 +14,9 @@ SUMMARY = "write the studies of prefill and decode pools as grids for `astrolabe
 EXAMPLE = "astrolabe studies --out outputs/studies && astrolabe sweep outputs/studies/bursty.yaml --out outputs/bursty"
 DETAILS = (
     "A study is driven at the rates where round robin is in mid-collapse, at three decode slopes. They depend on how "
-    "long the runs are, so they are searched for first, which takes minutes at full size. With --cluster one rate is "
+    "long the runs are, so they are searched for first, in the simulator, which takes minutes at full size. The grids "
+    "run in the simulator and, all but leak and services, on emulated pools (astrolabe sweep --emulate): give those "
+    "fewer --requests and --seeds, and one of the --slopes. With --cluster one rate is "
     "searched on running emulated pools, and studies of these are written; every run is kept in DIR/search, and the "
     "same command goes on where it was ended. The studies: " + ", ".join(NAMES) + "."
 )
@@ -30,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--studies", metavar="NAME,...", help="some of them (default: all; with --cluster those of one set of pools)")
     add("--requests", type=whole(1), metavar="N", help="of a run (default: 10000; with --cluster 200)")
     add("--seeds", type=whole(1), metavar="N", help="seeds 0 .. N-1 (default: 10; with --cluster 3)")
+    add("--slopes", type=_slopes, metavar="S,...", help="decode slopes, s a stream (default: 5.5e-05,0.0002,0.0004)")
     add("--search-seeds", type=whole(1), default=2, metavar="N", help="of the search (default: 2)")
     add("--workers", type=whole(1), metavar="N", help="runs at once in the search (one a core)")
     add("--cluster", metavar="DIR", help="folder of pools that astrolabe launch --pools started: search on these")
@@ -41,6 +44,8 @@ def studies(args: argparse.Namespace) -> tuple[dict, str]:
     """Search the rates and write the grids; return the record and what a person reads. Raises InputError."""
     if args.cluster and args.workers:
         raise InputError("--workers is of simulated runs: pools that run take one run at a time")
+    if args.cluster and args.slopes:
+        raise InputError("--slopes is of simulated pools: those that run have the slope that they have")
     if not args.cluster and (given := [name for name in ONLY_LIVE if getattr(args, name)]):
         raise InputError(f"--{given[0].replace('_', '-')} is of a search on running pools: give --cluster DIR too")
     names = None if args.studies is None else [name.strip() for name in args.studies.split(",") if name.strip()]
@@ -53,13 +58,17 @@ def studies(args: argparse.Namespace) -> tuple[dict, str]:
     else:
         grids = make(
             names or NAMES, requests, range(seeds), range(args.search_seeds), workers=args.workers,
-            say=lambda line: print(line, file=sys.stderr, flush=True),
+            slopes_s=args.slopes, say=lambda line: print(line, file=sys.stderr, flush=True),
         )  # fmt: skip
         record, lines = {}, []
     paths = write(grids, args.out)
     runs = {name: len(grid) for name, grid in grids.items()}
     lines += [f"{path}: {len(grid):,} runs" for path, grid in zip(paths, grids.values(), strict=True)]
     return {"files": [str(path) for path in paths], "runs": runs} | record, "\n".join(lines)
+
+
+def _slopes(text: str) -> list[float]:
+    return [number(above=0)(word) for word in text.split(",") if word.strip()]
 
 
 def _live(args, names, requests: int, seeds: int) -> tuple[dict, dict, list[str]]:

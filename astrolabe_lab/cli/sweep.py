@@ -7,20 +7,22 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from astrolabe_lab.cli.values import output_folder
+from astrolabe_lab.cli.values import number, output_folder
 from astrolabe_lab.errors import InputError
 
 if TYPE_CHECKING:
     import pandas as pd
 
-SUMMARY = "make a grid of runs: simulated, on all cores or a Ray cluster, or on running pools"
+SUMMARY = "make a grid of runs: simulated, on all cores or a Ray cluster, or on live pools"
 EXAMPLE = "astrolabe sweep GRID.yaml --out outputs/grid"
 DETAILS = (
     "GRID.yaml has the sections defaults (the same for every run), grid (lists: every combination), zip (lists walked "
     "in step), cells (settings run by run) and exclude; --keys lists what can be set. Each run is kept as it ends: "
-    "the same command goes on where it was ended, and makes only what is new of a grid that has grown. With --cluster "
-    "the runs are made one by one on the pools that run there, which must be the grid's, with the first policy once "
-    "more (A/A), after gates: every pair of engines warm, exact and alike."
+    "the same command goes on where it was ended, and makes only what is new of a grid that has grown. A grid of "
+    "prefill and decode pools runs on live ones too, one run after the other: with --cluster on pools that run, which "
+    "must be the grid's, with --emulate on vLLM engines that are started as the runs need them (make vllm) and sleep "
+    "the modelled steps. First come gates (every pair of engines warm, exact and alike); the first policy runs twice, "
+    "for A/A."
 )
 EXAMPLE_GRID = """
 defaults: {trace: sharegpt_like, requests: 2000, lengths: "noisy:0.25"}
@@ -32,7 +34,7 @@ grid:
 
 SHOWN = 40  # rows of the table
 MEASURED = ("ttft_p99_s", "e2e_mean_s", "throughput_rps", "goodput_share", "preemptions")
-SIMULATED = {"on": "local", "workers": None, "keep": "summary", "mix": False, "retries": 2, "dry_run": False}
+SIMULATED = {"on": "local", "workers": None, "keep": "summary", "mix": False, "retries": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", help="folder that keeps the runs, summary.parquet and run.json")
     parser.add_argument(
         "--cluster", metavar="DIR", help="folder of pools that astrolabe launch --pools started: run the grid on these"
+    )
+    parser.add_argument(
+        "--emulate",
+        type=number(above=0),
+        metavar="SCALE",
+        help="run the grid on emulated pools of its own, with so many wall s per modelled s",
     )
     parser.add_argument(
         "--on", default="local", metavar="WHERE", help="local (the default), ray, or a cluster's ray://HOST:PORT"
@@ -72,11 +80,16 @@ def sweep(args: argparse.Namespace) -> tuple[dict, str]:
         return {"keys": [*keys.PLAIN, *keys.others(), *dotted]}, keys.described()
     if args.grid is None:
         raise InputError("the grid is missing: astrolabe sweep GRID.yaml --out DIR (see astrolabe sweep --help)")
-    if args.cluster and (given := [name for name, value in SIMULATED.items() if getattr(args, name) != value]):
+    live = args.cluster or args.emulate
+    if args.cluster and args.emulate:
+        raise InputError("--cluster and --emulate: runs are made on pools that run, or on emulated ones of their own")
+    if live and (given := [name for name, value in SIMULATED.items() if getattr(args, name) != value]):
         raise InputError(
-            f"--{given[0].replace('_', '-')} is of simulated runs: on running pools (--cluster) they are made one by "
-            "one, and all is kept"
+            f"--{given[0].replace('_', '-')} is of simulated runs: on live pools they are made one by one, and all is "
+            "kept"
         )
+    if args.dry_run and live:
+        return _live_estimate(args)
     if args.dry_run:
         found = sweep.estimate(args.grid, args.workers)
         return found, (
@@ -88,7 +101,7 @@ def sweep(args: argparse.Namespace) -> tuple[dict, str]:
         raise InputError("--out is missing: the folder that keeps the runs (or --dry-run, to look at the grid only)")
     output_folder(args.out, files=("summary.parquet",))
     began = time.perf_counter()
-    frame = (_live if args.cluster else _simulated)(args)
+    frame = (_live if live else _simulated)(args)
     wall_s = time.perf_counter() - began
     summary = Path(args.out) / "summary.parquet"
     runs = sweep.read(args.out).attrs["sweep"]["runs"]
@@ -117,10 +130,22 @@ def _simulated(args: argparse.Namespace) -> pd.DataFrame:
 
 
 def _live(args: argparse.Namespace) -> pd.DataFrame:
-    from astrolabe_lab.serve.pools.studies import run
+    from astrolabe_lab.serve.pools.studies import Emulated, run
     from astrolabe_lab.sweep import Grid
 
-    return run(Grid.given(args.grid), args.cluster, args.out)
+    return run(Grid.given(args.grid), args.cluster or Emulated(args.emulate), args.out)
+
+
+def _live_estimate(args: argparse.Namespace) -> tuple[dict, str]:
+    from astrolabe_lab.engines.cluster_file import read_cluster
+    from astrolabe_lab.serve.pools.studies import estimate
+    from astrolabe_lab.sweep import Grid
+
+    found = estimate(Grid.given(args.grid), args.emulate or read_cluster(args.cluster).time_scale)
+    return found, (
+        f"{found['runs']:,} runs, {found['requests']:,} requests, on {found['pools']:,} set"
+        f"{'s' * (found['pools'] > 1)} of pools\nabout {_span(found['wall_s'])}, one run after the other"
+    )
 
 
 def same_requests(frame: pd.DataFrame) -> bool:
@@ -131,9 +156,10 @@ def same_requests(frame: pd.DataFrame) -> bool:
 
 def _table(frame: pd.DataFrame) -> str:
     """Means over seeds, a row for everything else that varies: as many rows as a screen holds."""
+    from astrolabe_lab.sweep.cell import varied
+
     measured = [name for name in MEASURED if name in frame]
-    varied = list(frame.columns[frame.columns.get_loc("policy") : frame.columns.get_loc("n")])
-    by = [name for name in varied if name != "seed" and (name == "policy" or frame[name].astype(str).nunique() > 1)]
+    by = varied(frame)
     groups = frame.groupby([frame[name].astype(str) if name not in ("policy", "qps") else frame[name] for name in by])
     shown = groups[measured].mean().assign(seeds=groups["seed"].nunique())
     if "regime" in frame:

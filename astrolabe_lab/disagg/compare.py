@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 GOODPUT = "goodput_share"
+AGAIN = "again"  # what the second run of a policy is called, in brackets
 
 
 def winners(summary: pd.DataFrame, by: Sequence[str] = (), metric: str = GOODPUT) -> pd.DataFrame:
@@ -98,6 +99,38 @@ def several(summary: pd.DataFrame, by: Sequence[str], metrics: Sequence[str]) ->
         table = means(summary, by, metric).set_index(list(by))
         texts[metric] = [f"{row.mean:.4g} [{row.low:.4g}, {row.high:.4g}]" for row in table.itertuples()]
     return pd.DataFrame(texts, index=table.index)
+
+
+def beside(live: pd.DataFrame, simulated: pd.DataFrame, metric: str = GOODPUT) -> pd.DataFrame:
+    """Means of ``metric`` over seeds in two worlds: a row for each setting of the live runs, indexed by what varies
+    (``policy`` last), a column a source."""
+    import pandas as pd
+
+    from astrolabe_lab.sweep.cell import varied
+
+    both = pd.concat([live, simulated], ignore_index=True)
+    by = sorted(varied(both), key="policy".__eq__)
+    table = both.groupby([*by, "source"], sort=False)[metric].mean().unstack("source")
+    return table[table[live["source"].iloc[0]].notna()]
+
+
+def disagreements(table: pd.DataFrame, policy: str, rival: str) -> tuple[int, int]:
+    """(in how many settings of ``beside``'s table the two worlds disagree about which of two policies is better, of how
+    many)."""
+    runs, rest = table.reset_index(), [name for name in table.index.names if name != "policy"]
+    one, other = (runs[runs["policy"] == name].drop(columns="policy") for name in (policy, rival))
+    pairs = one.merge(other, "inner" if rest else "cross", on=rest or None)
+    ahead = [pairs[f"{source}_x"] - pairs[f"{source}_y"] for source in table.columns]
+    return int((ahead[0] * ahead[1] < 0).sum()), len(pairs)
+
+
+def apart(summary: pd.DataFrame, metric: str = GOODPUT) -> pd.Series:
+    """How far two runs of one policy lie apart, wherever one ran twice (``NAME (again)``): A/A, of live runs."""
+    from astrolabe_lab.sweep.cell import varied
+
+    runs = summary.assign(policy=summary["policy"].str.removesuffix(f" ({AGAIN})"))
+    twice = runs.groupby([*varied(runs), "seed"], sort=False)[metric].agg(["size", "min", "max"])
+    return (twice["max"] - twice["min"])[twice["size"] == 2]
 
 
 def rolling_tail(

@@ -24,9 +24,11 @@ def make(
     search_seeds: Sequence[int] = (0, 1),
     tolerance: float = 0.02,
     workers: int | None = None,
+    slopes_s: Sequence[float] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Grid]:
-    """{study: its Grid} at every decode slope; the rates of mid-collapse are searched for first, which takes minutes.
+    """{study: its Grid} at each of ``slopes_s`` (default: ``studies.SLOPES_S``); the rates of mid-collapse are searched
+    for first, which takes minutes.
 
     ``say`` gets a line before each search. Raises InputError for a name that is no study, and as ``saturation.find``.
     """
@@ -35,22 +37,24 @@ def make(
     if unknown := [name for name in names if name not in NAMES]:
         raise InputError(f"no study is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
 
+    slopes_s = tuple(slopes_s or studies.SLOPES_S)
+
     @cache
     def rates(family: str) -> dict[float, float]:
         say(f"searching the rates of {family} traffic")
         search = {"tolerance": tolerance, "workers": workers}
-        return saturation.anchors([family], studies.SLOPES_S, requests, search_seeds, **search)[0][family]
+        return saturation.anchors([family], slopes_s, requests, search_seeds, **search)[0][family]
 
     def of_services() -> dict[tuple[str, str, float], float]:
         say("searching the rates of each service model")
         return saturation.service_anchors(
-            services.SERVICES[::-1], studies.FAMILIES, studies.SLOPES_S, requests, search_seeds,
+            services.SERVICES[::-1], studies.FAMILIES, slopes_s, requests, search_seeds,
             targets=published.ROUND_ROBIN, tolerance=tolerance, workers=workers,
         )  # fmt: skip
 
     def grid(name: str) -> Grid:
         if name == "starved":
-            return studies.starved(STARVED_QPS, studies.SLOPES_S, seeds, requests)
+            return studies.starved(STARVED_QPS, slopes_s, seeds, requests)
         if name == "families":
             return studies.families({family: rates(family) for family in studies.FAMILIES}, seeds, requests)
         anchors = of_services() if name == "services" else rates("mixed")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 
 from astrolabe_lab.disagg.constants import Constants
@@ -30,7 +30,7 @@ def hand_off(given: str | Mapping[str, object], base: HandOff | None = None) -> 
     """The hand-off ``base`` (default: the default) with ``key=value,...`` applied, as text or a mapping of typed or
     textual values. Raises InputError."""
     values: dict[str, object] = {}
-    pairs = given.items() if isinstance(given, Mapping) else _pairs(given)
+    pairs = given.items() if isinstance(given, Mapping) else key_values(given)
     allowed = {field.name: field.default for field in fields(HandOff)}
     for key, value in pairs:
         if key not in allowed:
@@ -61,7 +61,8 @@ def slo_of(constants: Constants):
     return SLO(ttft_s=constants.ttft_s, tpot_s=constants.tpot_s, loose_factor=constants.loose_factor)
 
 
-def _pairs(text: str):
+def key_values(text: str) -> Iterator[tuple[str, str]]:
+    """The pairs of ``key=value,...``. Raises InputError."""
     for part in filter(None, (p.strip() for p in text.split(","))):
         key, equals, value = (p.strip() for p in part.partition("="))
         if not equals or not value:

@@ -188,6 +188,12 @@ def row_of(cell: Cell, summary: Mapping[str, object]) -> dict[str, object]:
     return named | dict(cell.columns) | {name: value for name, value in summary.items() if name != "qps"}
 
 
+def varied(rows: pd.DataFrame) -> list[str]:
+    """The columns, of rows that `row_of` made, in which runs differ, beside the seed; `policy` is always one."""
+    names = rows.columns[rows.columns.get_loc("policy") : rows.columns.get_loc("n")]
+    return [name for name in names if name != "seed" and (name == "policy" or rows[name].astype(str).nunique() > 1)]
+
+
 def own_rate(arrived_s: pd.Series) -> float:
     """Requests a second over the span of the arrivals, as `arrivals.with_arrivals` scales it; NaN without one."""
     span_s = arrived_s.iloc[-1] - arrived_s.iloc[0]

@@ -13,6 +13,7 @@ import json
 from dataclasses import dataclass
 
 from astrolabe_lab.calibrate.artifact import Transfer
+from astrolabe_lab.disagg.settings import key_values
 from astrolabe_lab.engines.cluster_file import ROLES
 from astrolabe_lab.engines.engine_process import Engine, free_port
 from astrolabe_lab.engines.launch import launch
@@ -23,6 +24,8 @@ KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 PRESET = "qwen2.5-3b-a40"
 TRANSFER = Transfer(0.040, 16 * 36_864 / 10e9)  # as disagg.constants.PAPER has it
 EXPIRY_S = 30.0  # until a prefill engine gives up blocks that nobody has pulled
+
+HAND_OFF = ("base_s", "per_block_s", "expiry_s", "fail_share")  # as options name what is in a Handover
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,20 @@ class Handover:
             raise InputError(f"fail_share={self.fail_share!r} must be from 0 to 1")
         if not self.expiry_s > 0:
             raise InputError(f"expiry_s={self.expiry_s!r} must be a number of seconds > 0")
+
+    @classmethod
+    def parse(cls, text: str) -> Handover:
+        """Of ``key=value,...`` with the keys of HAND_OFF, on top of the defaults. Raises InputError."""
+        told = dict(zip(HAND_OFF, (TRANSFER.latency_s, TRANSFER.per_block_s, EXPIRY_S, 0.0), strict=True))
+        for key, value in key_values(text):
+            if key not in told:
+                raise InputError(f"hand-off: unknown key {key!r}; allowed: {', '.join(HAND_OFF)}")
+            try:
+                told[key] = float(value)
+            except ValueError:
+                raise InputError(f"hand-off: {key}={value} must be a number") from None
+        base_s, per_block_s, expiry_s, fail_share = told.values()
+        return cls(Transfer(base_s, per_block_s), expiry_s, fail_share)
 
     def to_dict(self) -> dict[str, float]:
         """The numbers that emulated engines are told, by name."""

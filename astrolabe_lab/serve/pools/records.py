@@ -60,7 +60,8 @@ class PoolRecords(Records):
         self.journal.write(
             {
                 "event": "pools", "time_s": self.now_s(), "policy": self.policy_name, "seed": router.seed,
-                "source": router.source, "time_scale": router.time_scale, "models": router.models,
+                "source": router.source, "time_scale": router.time_scale, "poll_s": router.poll_s,
+                "models": router.models,
                 "prefill": [i.url for i in router.prefill_pool], "decode": [i.url for i in router.decode_pool],
                 "engine": asdict(router.instances[0].engine), "constants": router.constants.to_dict(),
             }

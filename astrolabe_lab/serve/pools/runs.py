@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.calibrate.conduct import LAG_BOUND_S
+from astrolabe_lab.disagg.compare import AGAIN
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
 from astrolabe_lab.serve.loop_lag import between_s, told_by
@@ -29,8 +30,6 @@ from astrolabe_lab.text_files import json_object
 
 if TYPE_CHECKING:
     from astrolabe_lab.engines.cluster_file import ClusterFile
-
-AGAIN = "again"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from astrolabe_lab.engines.running import Cluster
 
-NAMES = ("bursty", "calibration", "load", "train", "ablation")  # studies on one set of pools and in one traffic
+NAMES = ("bursty", "calibration", "load", "train", "ablation", "length_error")  # studies on one set of pools
 TOLERANCE, RATES = 0.1, 8
 
 

@@ -1,29 +1,34 @@
 """A grid of runs on pools (``disagg.studies``), made on live engines instead of in the simulator.
 
-with launch_for(grid, time_scale=4.0) as pools:
-    rows = run(grid, pools, "outputs/live")         # as ``sweep.run(grid)`` gives them, A/A rows among them
+rows = run(grid, Emulated(time_scale=4.0), "outputs/live")     # on vLLM engines that are started as the runs need them
+rows = run(grid, "/tmp/pools", "outputs/live")                 # on pools that run
 
-The requests are those of the simulated run at the same seed. What varies may be the policy, the seed, the rate and the
-constants that the router is told; the engines stay the same (``world``).
+Both give what ``sweep.run(grid)`` gives, with A/A rows among them. The requests are those of the simulated run at the
+same seed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab import record
+from astrolabe_lab.engines.cluster_file import CLUSTER_FILE
+from astrolabe_lab.engines.needs import EMULATED_BYTES, check_memory
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
 from astrolabe_lab.serve.pools.runs import AGAIN, Cell, gates_of, plan, run_cells, tell
 from astrolabe_lab.serve.pools.world import World
-from astrolabe_lab.sweep.cell import Run, arrive, own_rate, row_of
+from astrolabe_lab.sweep.cell import Run, arrive, measure, own_rate, row_of
 from astrolabe_lab.sweep.conduct import described
 from astrolabe_lab.sweep.grid import Grid
+from astrolabe_lab.sweep.identity import of_value
 from astrolabe_lab.sweep.plan import planned
 from astrolabe_lab.sweep.store import SUMMARY, write_frame
 
@@ -31,84 +36,82 @@ if TYPE_CHECKING:
     import pandas as pd
 
     from astrolabe_lab.engines.running import Cluster
+    from astrolabe_lab.sweep.sources import Sources
+
+TOLD = ("constants", "poll_s")  # of a run's options, those that only its router is told
+POLL_S = 0.05  # unless told, as ``simulate_pools`` has it
+START_S, ROUTER_S = 60.0, 6.0  # engines and gates; a run's router and its own gates
 
 
-def launch_for(grid: Grid, time_scale: float, **options: object) -> Cluster:
-    """Running emulated pools of the grid's shape, engines and hand-off; ``options`` are those of ``launch_pools``.
+@dataclass(frozen=True)
+class Emulated:
+    """Pools that are started for the runs and ended after them, one set at a time: vLLM engines that sleep the modelled
+    step. ``time_scale``: wall s per modelled s."""
 
-    Raises InputError for a grid whose runs are on different pools, or on pools that cannot be emulated.
-    """
-    from astrolabe_lab.calibrate.artifact import Transfer
-    from astrolabe_lab.serve.pools.launch import Handover, launch_pools
+    time_scale: float
 
-    world = World.of(planned(grid)[0])
-    handover = Handover(Transfer(world.hand_off.base_s, world.hand_off.per_block_s))
-    given = {"engine": world.config, "cost": world.cost, "time_scale": time_scale, "handover": handover}
-    return launch_pools(*world.shape, **given | options)
+    def __post_init__(self):
+        if not (isinstance(self.time_scale, (int, float)) and 0 < self.time_scale < math.inf):
+            raise InputError(f"time_scale={self.time_scale!r} must be a finite number > 0")
 
 
 @dataclass(frozen=True)
 class Block:
-    """The runs of one trace under one set of constants: ``indices`` in the grid by policy, ``cells`` as they follow."""
+    """The runs on one trace by routers that were told the same: ``indices`` in the grid by policy, ``cells`` as they
+    follow."""
 
     trace: str
-    constants: str
     folder: Path
     indices: dict[str, int]
     cells: list[Cell]
 
-    def file(self, cell: Cell) -> Path:
-        return self.folder / f"{cell.name}.parquet"
+    def files(self) -> list[Path]:
+        return [self.folder / f"{cell.name}.parquet" for cell in self.cells]
 
 
 def run(
     grid: Grid,
-    pools: Cluster | str | Path,
+    pools: Cluster | str | Path | Emulated,
     out: str | Path,
     say: Callable[[str], None] = tell,
     gates: Callable[[], list[dict]] | None = None,
     again: bool = True,
 ) -> pd.DataFrame:
-    """One row per run of the grid, with the columns of ``sweep.run``, and, unless ``again`` is False, one more of its
-    first policy (``(again)``) at each seed, rate and constants; ``valid``: whether load generator and router kept up
+    """One row per run of the grid, with the columns of ``sweep.run``, and, unless ``again`` is False, one more of the
+    first policy (``(again)``) wherever the others ran; ``valid``: whether load generator and router kept up
     (``runs.run_cells``).
 
-    ``pools``: a running cluster, or its folder. ``out`` keeps every cell, ``summary.parquet`` and ``run.json``: what
-    was ended goes on from there. Traces come in random order, on each trace the constants and in each of those the
-    policies, so that what drifts meanwhile favours nobody. ``gates``: where several calls share one asking
-    (``runs.gates_of``). Raises InputError as ``launch_for`` and ``runs.run_cells`` and where the pools are not the
-    grid's; GateError where a gate does not hold.
+    ``pools``: a running cluster, or its folder, which all runs must be of; or ``Emulated``. ``out`` keeps every cell,
+    ``summary.parquet`` and ``run.json``: what was ended goes on from there. Sets of pools come in random order, on each
+    the traces and on each of those the policies, so that what drifts meanwhile favours nobody. ``gates``: where several
+    calls share one asking (``runs.gates_of``). Raises InputError for runs that no live pools can make, and as
+    ``runs.run_cells``; GateError where a gate does not hold; EngineError for engines that do not start.
     """
     import pandas as pd
 
     runs, sources = planned(grid)
-    folder, out = Path(getattr(pools, "folder", pools)), Path(out)
-    World.of(runs).require(folder)
-    if (found := record.read(out)) and "live" not in found:
-        raise InputError(f"{out} holds the results of {found.get('notebook') or 'another run'}: name another folder")
-    blocks = _blocks(runs, out, again)
-    files = [block.file(cell) for block in blocks for cell in block.cells]
+    out = Path(out)
+    worlds = _worlds(runs)
+    live = _place(pools, [world for world, _ in worlds])
+    _require_own(out, live)
+    plans = [(world, _blocks(runs, indices, world, out, again)) for world, indices in worlds]
+    blocks = [block for _, of_world in plans for block in of_world]
+    files = [file for block in blocks for file in block.files()]
     before = _there(files)
-    gates = gates or gates_of(folder, say)
     began, rows, status = time.monotonic(), {}, "failed"
     out.mkdir(parents=True, exist_ok=True)
-    seeds = list(dict.fromkeys(one.seed for one in runs))
-    told = {"parameters": described(grid), "seed": seeds, "live": {"cluster": str(folder)}}
+    told = {"parameters": described(grid), "seed": list(dict.fromkeys(one.seed for one in runs)), "live": live}
     record.note(out, new=True, status="running", **told)
     try:
-        for number, block in enumerate(blocks, 1):
-            first = runs[next(iter(block.indices.values()))]
-            file = block.folder.with_suffix(".json")
-            record.write_whole(file, block.constants)
-            traces, constants = {block.trace: arrive(first, sources.frames)}, ["--constants-from", str(file)]
-            at = f"block {number} of {len(blocks)}, "
-            run_cells(
-                folder, block.cells, traces, block.folder, constants, say=lambda line, at=at: say(at + line),
-                gates=gates,
-            )  # fmt: skip
-            for cell in block.cells:
-                index, extra = block.indices[cell.policy], cell.label != cell.policy
-                rows[index, extra] = _row(runs[index], extra, pd.read_parquet(block.file(cell)))
+        for world, of_world in plans:
+            with _pools_of(world, pools, out, of_world, say) as folder:
+                asked = gates or gates_of(folder, say)
+                for block in of_world:
+                    at = f"block {blocks.index(block) + 1} of {len(blocks)}, "
+                    _run_block(block, runs, sources, folder, asked, lambda line, at=at: say(at + line))
+                    for cell, file in zip(block.cells, block.files(), strict=True):
+                        index, extra = block.indices[cell.policy], cell.label != cell.policy
+                        rows[index, extra] = _row(runs[index], extra, pd.read_parquet(file))
         status = "ok"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -124,27 +127,109 @@ def run(
     return frame
 
 
+def estimate(grid: Grid, time_scale: float, again: bool = True) -> dict[str, object]:
+    """What the grid costs on live pools: ``runs, requests, pools`` (sets of them) and ``wall_s``, about: until the
+    simulator has answered the last request, and what starting takes on two cores. Raises InputError as ``run``."""
+    runs, sources = planned(grid)
+    worlds = _worlds(runs)
+    found = {"runs": 0, "requests": 0, "pools": len(worlds), "wall_s": START_S * len(worlds)}
+    for world, indices in worlds:
+        for block in _blocks(runs, indices, world, Path(), again):
+            first = runs[next(iter(block.indices.values()))]
+            results = measure(first, arrive(first, sources.frames))[1]
+            run_s = ROUTER_S + time_scale * float(results["finished_s"].max() - results["arrived_s"].min())
+            found["runs"] += len(block.cells)
+            found["requests"] += len(block.cells) * len(results)
+            found["wall_s"] += len(block.cells) * run_s
+    return found
+
+
+def _worlds(runs: list[Run]) -> list[tuple[World, list[int]]]:
+    """The pools that the runs are on, in the order they are used, with the runs' indices."""
+    found: dict[str, tuple[World, list[int]]] = {}
+    for index, one in enumerate(runs):
+        world = World.of(one)
+        found.setdefault(world.key, (world, []))[1].append(index)
+    return [found[key] for key in stream(0, "order of pools").permutation(sorted(found))]
+
+
+def _place(pools: Cluster | str | Path | Emulated, worlds: list[World]) -> dict[str, object]:
+    """Where the runs are made, as ``run.json`` tells it. Raises InputError where they cannot be made there."""
+    first, *others = worlds
+    if isinstance(pools, Emulated):
+        check_memory(max(sum(world.shape) for world in worlds), EMULATED_BYTES, "emulated")
+        return {"world": "emulated", "time_scale": pools.time_scale}
+    if others:
+        differ = sorted({name for other in others for name in first.apart(other)})
+        raise InputError(
+            f"the grid's runs differ in {', '.join(differ)}, and pools that run have one of each: --emulate SCALE "
+            "starts each in turn"
+        )
+    folder = Path(getattr(pools, "folder", pools))
+    first.require(folder)
+    return {"cluster": str(folder)}
+
+
+def _require_own(out: Path, live: dict[str, object]) -> None:
+    """Raise InputError where ``out`` holds other results than such runs'."""
+    if not (found := record.read(out)):
+        return
+    if "live" not in found:
+        raise InputError(f"{out} holds the results of {found.get('notebook') or 'another run'}: name another folder")
+    if (held := found["live"].get("time_scale")) != live.get("time_scale"):
+        how = "on pools that ran already" if held is None else f"on emulated pools at time scale {held:g}"
+        raise InputError(f"{out} holds runs {how}: go on with those, or name another folder")
+
+
+@contextlib.contextmanager
+def _pools_of(world: World, pools, out: Path, blocks: list[Block], say: Callable[[str], None]) -> Iterator[Path]:
+    """The folder of the pools, which run as long as the context lasts, unless all their runs are kept."""
+    if not isinstance(pools, Emulated):
+        yield Path(getattr(pools, "folder", pools))
+        return
+    folder = out / f"pools-{world.key}"
+    if (folder / CLUSTER_FILE).exists() and all(file.exists() for block in blocks for file in block.files()):
+        yield folder
+        return
+    say(f"starting pools {world.shape[0]}+{world.shape[1]}")
+    with world.launch(pools.time_scale, folder=folder, progress=say):
+        yield folder
+
+
+def _run_block(block: Block, runs: list[Run], sources: Sources, pools: Path, gates, say: Callable[[str], None]) -> None:
+    first = runs[next(iter(block.indices.values()))]
+    block.folder.mkdir(parents=True, exist_ok=True)
+    constants = block.folder / "constants.json"
+    record.write_whole(constants, json.dumps(first.options["constants"].to_dict(), indent=1))
+    route = ["--constants-from", str(constants), "--poll-s", f"{first.options.get('poll_s', POLL_S):g}"]
+    traces = {block.trace: arrive(first, sources.frames)}
+    run_cells(pools, block.cells, traces, block.folder, route, say=say, gates=gates)
+
+
 def _there(files: list[Path]) -> int:
     return sum(file.exists() for file in files)
 
 
-def _blocks(runs: list[Run], out: Path, again: bool) -> list[Block]:
+def _blocks(runs: list[Run], indices: list[int], world: World, out: Path, again: bool) -> list[Block]:
     """In the order they are run."""
-    found: dict[str, dict[str, list[int]]] = {}
-    for index, one in enumerate(runs):
+    traces: dict[str, dict[str, list[int]]] = {}
+    for index in indices:
+        one = runs[index]
         rate = "own" if one.qps is None else f"{one.qps:g}"
-        constants = json.dumps(one.options["constants"].to_dict(), indent=1)
-        found.setdefault(f"qps{rate}-seed{one.seed}", {}).setdefault(constants, []).append(index)
-    rng = stream(0, "order of blocks")
+        trace = f"qps{rate}-seed{one.seed}"
+        asked = of_value([asdict(one.requests), one.arrivals, one.alpha])
+        told = of_value([world.key, asked, {name: one.options.get(name) for name in TOLD}])[:8]
+        traces.setdefault(f"{trace} {asked}", {}).setdefault(f"{trace}-{told}", []).append(index)
+    rng = stream(0, f"order of blocks {world.key}")
     blocks = []
-    for trace in rng.permutation(sorted(found)):
-        told = sorted(found[trace])
-        for number in rng.permutation(len(told)):
-            indices = found[trace][told[number]]
-            policies = [runs[index].policy for index in indices]
-            cells = plan(policies, [trace], runs[indices[0]].seed, again)
-            folder = out / f"{trace}-constants{number}"
-            blocks.append(Block(trace, told[number], folder, dict(zip(policies, indices, strict=True)), cells))
+    for trace in rng.permutation(sorted(traces)):
+        for name in rng.permutation(sorted(traces[trace])):
+            by_policy = {runs[index].policy: index for index in traces[trace][name]}
+            if len(by_policy) < len(traces[trace][name]):
+                raise InputError(f"{runs[by_policy.popitem()[1]]}: the same run is in the grid twice")
+            title = trace.partition(" ")[0]
+            seed = runs[next(iter(by_policy.values()))].seed
+            blocks.append(Block(title, out / name, by_policy, plan([*by_policy], [title], seed, again)))
     return blocks
 
 

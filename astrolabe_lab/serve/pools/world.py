@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from astrolabe_lab import generators
+from astrolabe_lab.calibrate.artifact import Transfer
 from astrolabe_lab.cost import KEYS, REGIMES, StepCost, preset, presets
 from astrolabe_lab.disagg.simulate import paper_world
 from astrolabe_lab.disagg.state import HandOff
 from astrolabe_lab.engines.cluster_file import ClusterFile, read_cluster
 from astrolabe_lab.errors import InputError
-from astrolabe_lab.serve.pools.launch import PRESET, ROLES, Handover
+from astrolabe_lab.serve.pools.launch import PRESET, ROLES, Handover, launch_pools
 from astrolabe_lab.sim.config import EngineConfig
+from astrolabe_lab.sweep.identity import of_value
 
-MAY_VARY = ("constants",)  # of what a simulated run is given
-POLL_S = 0.05  # how often a live router polls
+if TYPE_CHECKING:
+    from astrolabe_lab.engines.running import Cluster
+
 TABLES = ("decode_grid", "mixed_grid")
 HANDED = ("latency_s", "per_block_s", "fail_share")  # of a Handover
 
@@ -30,31 +33,50 @@ class World:
     hand_off: HandOff
 
     @classmethod
-    def of(cls, runs: list) -> World:
-        """Of a grid's runs (``sweep.cell.Run``). Raises InputError where they are on different pools or in different
-        traffic, or on such as no live ones can be."""
-        told = [_told(one) for one in runs]
-        first = told[0]
-        if "pools" not in first:
-            raise InputError("the grid is of whole engines: give pools, as in pools: 2+4")
-        if other := sorted({name for one in told for name in one if one[name] != first.get(name)}):
-            raise InputError(f"the grid's runs differ in {', '.join(other)}: one set of live pools has one each")
-        if not all(isinstance(one.policy, str) for one in runs):
-            raise InputError("a live router is a process of its own: give policies by name")
-        (config, decode_config), (cost, decode_cost) = (_both(first[name]) for name in ("engine", "cost"))
-        if config != decode_config or cost != decode_cost or first.get("service", "exact") != "exact":
+    def of(cls, run) -> World:
+        """Of a grid's run (``sweep.cell.Run``). Raises InputError where no live pools can be like that."""
+        told = run.options
+        if "pools" not in told:
+            raise InputError(f"{run}: the grid is of whole engines: give pools, as in pools: 2+4")
+        if not isinstance(run.policy, str):
+            raise InputError(f"{run}: a live router is a process of its own: give policies by name")
+        (config, decode_config), (cost, decode_cost) = (_both(told[name]) for name in ("engine", "cost"))
+        if config != decode_config or cost != decode_cost or told.get("service", "exact") != "exact":
             raise InputError(
-                "emulated pools have engines of one kind that keep vLLM's schedule: leave out what differs"
+                f"{run}: emulated pools have engines of one kind that keep vLLM's schedule: leave out what differs"
             )
-        if first.get("signals", "own") != "own":
-            raise InputError("signals=leaked is of the simulator alone: no live router can be told true lengths")
-        if first.get("poll_s", POLL_S) != POLL_S:
-            raise InputError(f"poll_s={first['poll_s']:g} is of the simulator alone: a live router has {POLL_S:g}")
-        hand_off = first["hand_off"]
+        if told.get("signals", "own") != "own":
+            raise InputError(
+                f"{run}: signals=leaked is of the simulator alone: no live router can be told true lengths"
+            )
+        hand_off = told["hand_off"]
         live = asdict(HandOff(hand_off.base_s, hand_off.per_block_s))
         if other := [name for name, value in asdict(hand_off).items() if value != live[name]]:
-            raise InputError(f"of hand_off live pools have base_s and per_block_s alone: leave out {', '.join(other)}")
-        return cls(first["pools"], config, cost, hand_off)
+            raise InputError(
+                f"{run}: of hand_off live pools have base_s and per_block_s alone: leave out {', '.join(other)}"
+            )
+        # vLLM does not start with less memory than one request of max_model_len takes.
+        fits = min(config.max_model_len, config.usable_blocks * config.block_size)
+        return cls(told["pools"], replace(config, max_model_len=fits), cost, hand_off)
+
+    @property
+    def key(self) -> str:
+        """A word that worlds with other engines do not share."""
+        return of_value([self.shape, self.config, self.cost, self.hand_off])[:8]
+
+    def launch(self, time_scale: float, **options: object) -> Cluster:
+        """Running emulated pools like this; ``options`` are those of ``launch_pools``, and so is what it raises."""
+        handover = Handover(Transfer(self.hand_off.base_s, self.hand_off.per_block_s))
+        given = {"engine": self.config, "cost": self.cost, "time_scale": time_scale, "handover": handover}
+        return launch_pools(*self.shape, **given | options)
+
+    def apart(self, other: World) -> list[str]:
+        """The settings in which the two differ, as grids name them."""
+        here, there = self._flat(), other._flat()
+        return [name for name in here if here[name] != there[name]] + ["hand_off"] * (self.hand_off != other.hand_off)
+
+    def _flat(self) -> dict[str, object]:
+        return {"pools": _text(self.shape), **_flat(self.config, self.cost)}
 
     def require(self, folder: str | Path) -> None:
         """Raise InputError unless the running pools of ``folder`` are these. Of real engines, whose steps and transfers
@@ -63,7 +85,7 @@ class World:
         shape = _shape(found)
         if not all(shape):
             raise InputError(f"cluster {str(folder)!r} has no pools: {self.command()} starts those of the grid")
-        here = {"pools": _text(self.shape), **_flat(self.config, self.cost)}
+        here = self._flat()
         there = {"pools": _text(shape), **_flat(found.config, found.cost)}
         if found.world == "emulated":
             here |= {"hand_off": (self.hand_off.base_s, self.hand_off.per_block_s, 0.0)}
@@ -76,13 +98,14 @@ class World:
 
     def command(self) -> str:
         """What starts such pools."""
-        if self.hand_off != HandOff():
-            return "serve.pools.studies.launch_for"
         name, other = _nearest(self.config, self.cost)
         words = ["astrolabe launch --pools", _text(self.shape)] + ["--preset", name] * (name != PRESET)
         for group in ("engine", "cost"):
             given = {key.partition(".")[2]: value for key, value in other.items() if key.startswith(f"{group}.")}
             words += [f"--{group}", ",".join(f"{key}={_word(value)}" for key, value in given.items())] * bool(given)
+        own, usual = asdict(self.hand_off), asdict(HandOff())
+        if moved := [f"{name}={own[name]}" for name in own if own[name] != usual[name]]:
+            words += ["--hand-off", ",".join(moved)]
         return " ".join(words)
 
 
@@ -106,16 +129,6 @@ def settings_of(folder: str | Path) -> dict[str, object]:
     for key, name in (("base_s", "latency_s"), ("per_block_s", "per_block_s")):
         given |= {f"hand_off.{key}": found.handover[name]} if found.handover[name] != base[name] else {}
     return given
-
-
-def _told(run) -> dict[str, object]:
-    """What of a run its pools and its traffic hang on."""
-    given, asked = run.cell.settings, run.requests
-    # What a generator draws may have a source of its own at each seed.
-    traffic = {"trace": given["trace"] if generators.is_generator(given["trace"]) else asked.source}
-    traffic |= {"requests": asked.count, "sample": asked.sample, "lengths": given.get("lengths", "oracle")}
-    traffic |= {"arrivals": run.arrivals, "alpha": run.alpha}
-    return traffic | {name: value for name, value in run.options.items() if name not in MAY_VARY}
 
 
 def _both(value: object) -> tuple:
