@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pandas as pd
@@ -10,6 +11,7 @@ import pytest
 from test_pool_runs import ASKED, cluster_of_scripted_pools, impatient  # noqa: F401
 
 from astrolabe_lab import InputError, sweep
+from astrolabe_lab.alone import alone
 from astrolabe_lab.cli import build_parser, main
 from astrolabe_lab.cost import StepCost, preset
 from astrolabe_lab.disagg import paper_world, saturation, studies
@@ -346,6 +348,10 @@ def test_pools_are_started_one_after_the_other_as_the_runs_need_them(tmp_path, m
         live.run(SEVERAL, live.Emulated(2.0), out)
     with pytest.raises(InputError, match="are not the grid's|differ in pools"):
         live.run(SEVERAL, out / "pools", out)
+    with alone(out / "run.json"), ThreadPoolExecutor(1) as other:
+        second = other.submit(live.run, SEVERAL, live.Emulated(1.0), out)
+        with pytest.raises(InputError, match=r"run\.json is in use by another run"):
+            second.result()
     gone = found[(found["pools"] == "1+1")].index[0]
     next(path for path in out.glob("*/*.parquet") if len(pd.read_parquet(path)) and shape_of(path) == 2).unlink()
     assert live.run(SEVERAL, live.Emulated(1.0), out, say=said.append).loc[gone, "pools"] == "1+1"

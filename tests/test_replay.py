@@ -5,6 +5,7 @@ import json
 import math
 import random
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pandas as pd
@@ -148,6 +149,19 @@ def test_a_replay_is_the_same_every_time_and_wherever_it_is_ended(recorded, tmp_
         pd.testing.assert_frame_equal(again, whole)
         assert went_on == [17]
         assert not kept.exists()
+
+
+def test_two_replays_do_not_share_their_kept_rows(recorded, tmp_path):
+    kept, refused = tmp_path / "kept", []
+
+    def meanwhile(done):
+        if done == 3:
+            with ThreadPoolExecutor(1) as other, pytest.raises(InputError, match="kept is in use by another run"):
+                refused.append(other.submit(replay, recorded, "random", kept_in=kept).result())
+            refused.append(True)
+
+    replay(recorded, "random", kept_in=kept, progress=meanwhile)
+    assert refused == [True] and not [*tmp_path.glob("*kept*")]
 
 
 def test_rows_kept_of_another_replay_are_not_taken(recorded, tmp_path):

@@ -9,12 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from astrolabe_lab.alone import alone
 from astrolabe_lab.bench.load import Load, Served, sends_text
 from astrolabe_lab.errors import InputError
 
@@ -44,28 +44,6 @@ class Sent:
     predicted_e2e_s: float = math.nan
     decision_s: float = math.nan
     segment: int = 0
-
-
-@contextmanager
-def alone(path: str | Path) -> Iterator[None]:
-    """Keep other runs from the file of rows ``path``; within this block a ``Kept`` of it may be made. Raises InputError
-    where another run has it."""
-    import filelock
-
-    path = Path(path)
-    lock = filelock.FileLock(path.with_name(f".{path.name}.lock"), timeout=0, is_singleton=True)
-    try:
-        lock.acquire()
-    except filelock.Timeout:
-        raise InputError(f"{path} is in use by another run: wait for its end, or give another output") from None
-    except OSError as error:
-        raise InputError(f"{path}: rows cannot be kept there: {error.strerror}") from None
-    try:
-        yield
-    finally:
-        if lock.lock_counter == 1:
-            Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
 
 
 class Kept:

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+from astrolabe_lab.alone import alone
 from astrolabe_lab.cli import requests as cli_requests
 from astrolabe_lab.cli.values import number, output_file, whole
 from astrolabe_lab.urls import url_of, urls_of
@@ -50,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def bench(args: argparse.Namespace) -> tuple[dict, str]:
-    from astrolabe_lab.bench.kept import alone
 
     out = output_file(args.out)
     keep = out.with_name(out.name + ".rows.jsonl")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from pathlib import Path
 
 from astrolabe_lab import __version__
+from astrolabe_lab.alone import alone
 from astrolabe_lab.errors import InputError
 
 FLUSH_ROWS = 200
@@ -41,20 +43,28 @@ class Kept:
     def __enter__(self) -> Kept:
         if self._path is None:
             return self
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(alone(self._path))
+            lines = self._begin()
+            self._opened = opened.pop_all()
+        self._rows = {(line["rid"], line["attempt"]): line for line in lines}
+        return self
+
+    def _begin(self) -> list[dict]:
         lines = self._load()
         try:
             self._file = self._path.open("w")
             self._file.write("".join(json.dumps(line) + "\n" for line in [self._identity, *lines]))
         except OSError as error:
             raise InputError(f"{self._path} cannot be written: {error.strerror}") from None
-        self._rows = {(line["rid"], line["attempt"]): line for line in lines}
-        return self
+        return lines
 
     def __exit__(self, kind, *_) -> None:
         if self._file is not None:
             self._file.close()
             if kind is None:
                 self._path.unlink(missing_ok=True)
+            self._opened.close()
 
     def _load(self) -> list[dict]:
         found = []

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 PACKAGES = ("numpy", "numba", "pandas")  # those whose version can change a number
 # Modules of this package that no run uses: a change in one of them leaves stored results valid.
 APART = (
-    *("bench", "capacity", "cli", "doctor", "fidelity", "measured_run", "oracle", "parameters", "plots", "published"),
-    *("record", "recorded", "report", "run", "serve", "engines", "event_loop", "status", "vllm_scheduler"),
+    *("alone", "bench", "capacity", "cli", "doctor", "engines", "event_loop", "fidelity", "measured_run", "oracle"),
+    *("parameters", "plots", "published", "record", "recorded", "report", "run", "serve", "status", "vllm_scheduler"),
 )
 LENGTH = 16
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from astrolabe_lab import record
+from astrolabe_lab.alone import alone
 from astrolabe_lab.engines.cluster_file import CLUSTER_FILE
 from astrolabe_lab.engines.needs import EMULATED_BYTES, check_memory
 from astrolabe_lab.errors import InputError
@@ -97,33 +98,33 @@ def run(
     plans = [(world, _blocks(runs, indices, world, out, again)) for world, indices in worlds]
     blocks = [block for _, of_world in plans for block in of_world]
     files = [file for block in blocks for file in block.files()]
-    before = _there(files)
-    began, rows, status = time.monotonic(), {}, "failed"
     out.mkdir(parents=True, exist_ok=True)
     told = {"parameters": described(grid), "seed": list(dict.fromkeys(one.seed for one in runs)), "live": live}
-    record.note(out, new=True, status="running", **told)
-    try:
-        for world, of_world in plans:
-            with _pools_of(world, pools, out, of_world, say) as folder:
-                asked = gates or gates_of(folder, say)
-                for block in of_world:
-                    at = f"block {blocks.index(block) + 1} of {len(blocks)}, "
-                    _run_block(block, runs, sources, folder, asked, lambda line, at=at: say(at + line))
-                    for cell, file in zip(block.cells, block.files(), strict=True):
-                        index, extra = block.indices[cell.policy], cell.label != cell.policy
-                        rows[index, extra] = _row(runs[index], extra, pd.read_parquet(file))
-        status = "ok"
-    except KeyboardInterrupt:
-        status = "interrupted"
-        say(f"ended with {_there(files)} of {len(files)} runs kept in {out}; the same again goes on from there")
-        raise
-    finally:
-        frame = pd.DataFrame([rows[key] for key in sorted(rows)])
-        if len(frame):
-            write_frame(frame, out / SUMMARY)
-        counts = {"all": len(files), "made": _there(files) - before, "made_before": before}
-        kept = {SUMMARY: len(frame)} if len(frame) else {}
-        record.note(out, status=status, runs=counts, rows=kept, wall_s=round(time.monotonic() - began, 3))
+    with alone(out / "run.json"):
+        before, began, rows, status = _there(files), time.monotonic(), {}, "failed"
+        record.note(out, new=True, status="running", **told)
+        try:
+            for world, of_world in plans:
+                with _pools_of(world, pools, out, of_world, say) as folder:
+                    asked = gates or gates_of(folder, say)
+                    for block in of_world:
+                        at = f"block {blocks.index(block) + 1} of {len(blocks)}, "
+                        _run_block(block, runs, sources, folder, asked, lambda line, at=at: say(at + line))
+                        for cell, file in zip(block.cells, block.files(), strict=True):
+                            index, extra = block.indices[cell.policy], cell.label != cell.policy
+                            rows[index, extra] = _row(runs[index], extra, pd.read_parquet(file))
+            status = "ok"
+        except KeyboardInterrupt:
+            status = "interrupted"
+            say(f"ended with {_there(files)} of {len(files)} runs kept in {out}; the same again goes on from there")
+            raise
+        finally:
+            frame = pd.DataFrame([rows[key] for key in sorted(rows)])
+            if len(frame):
+                write_frame(frame, out / SUMMARY)
+            counts = {"all": len(files), "made": _there(files) - before, "made_before": before}
+            kept = {SUMMARY: len(frame)} if len(frame) else {}
+            record.note(out, status=status, runs=counts, rows=kept, wall_s=round(time.monotonic() - began, 3))
     return frame
 
 
