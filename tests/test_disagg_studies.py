@@ -225,12 +225,14 @@ def test_every_study_can_be_written_as_a_grid_that_holds_the_same_runs(tmp_path)
 
 def test_the_command_writes_studies_at_rates_of_their_own_length(tmp_path, capsys):
     told = ["--requests", "40", "--seeds", "2", "--search-seeds", "1", "--workers", "1"]
+    few = ["--policy", "round_robin", "--policy", studies.GUARDED]
     assert main(["studies", "--out", str(tmp_path), "--studies", "starved,width", *told]) == 0
     assert f"{tmp_path}/starved.yaml: {3 * 4 * 2 * 7 * 2} runs" in capsys.readouterr().out
     width = Grid.load(tmp_path / "width.yaml")
     assert width.defaults["requests"] == 40 and len(width) == 3 * 3 * 6 * 2
     assert len({cell.settings["decode_slope_s"] for cell in width.cells()}) == 3
-    assert main(["studies", "--out", str(tmp_path), "--studies", "gpus", *told, "--slopes", "0.0004"]) == 0
+    assert main(["studies", "--out", str(tmp_path), "--studies", "gpus", *told, "--slopes", "0.0004", *few]) == 0
+    assert len(Grid.load(tmp_path / "gpus.yaml")) == 6 * 2 * 2
     assert {cell.settings["decode_slope_s"] for cell in Grid.load(tmp_path / "gpus.yaml").cells()} == {4e-4}
     assert main(["studies", "--out", str(tmp_path), "--studies", "widths"]) == 2
     assert "no study is called widths; there are bursty," in capsys.readouterr().err

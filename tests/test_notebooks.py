@@ -93,8 +93,17 @@ SMALL = {
         "search_seeds": [0],
         "tolerance": 0.5,
     },
+    "34_pools_on_live_engines": {
+        "made": ["width", "bursty"],
+        "policies": ["round_robin", "marginal_cost"],
+        "seeds": [0],
+        "requests": 6,
+        "search_seeds": [0],
+        "tolerance": 0.5,
+        "time_scale": 1.0,
+    },
 }
-LIVE = {"20_live_router", "21_predict_then_check", "22_real_model"}  # start vLLM engines
+LIVE = {"20_live_router", "21_predict_then_check", "22_real_model", "34_pools_on_live_engines"}  # start vLLM engines
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -246,39 +255,17 @@ def test_the_notebook_on_a_real_model_ran_every_request_on_engines_that_passed_t
     assert len(steps) > 200 and set(steps.mixed) == {True, False}
 
 
-@pytest.mark.long
-@pytest.mark.vllm
 @pytest.mark.slow
-def test_the_notebook_on_pools_makes_its_studies_on_emulated_engines_too(tmp_path):
-    path = next(path for path in NOTEBOOKS if path.stem == "31_disaggregated_routing")
-    live = {
-        "live_policies": ["round_robin", "marginal_cost"],
-        "live_seeds": [0],
-        "live_requests": 20,
-        "time_scale": 2.0,
-    }
-    copy = run_notebook(path, SMALL[path.stem] | live | {"world": "emulated"}, tmp_path / "live", cell_timeout_s=1800)
-    runs, told = (pd.read_parquet(copy.with_name(f"{name}_emulated.parquet")) for name in ("bursty", "calibration"))
-    assert set(runs.source) == {"emulated"} and (runs.ok == 20).all() and (told.ok == 20).all()
-    assert sorted(runs.policy) == ["marginal_cost", "round_robin", "round_robin (again)"]
-    assert told.groupby("constants").policy.agg(sorted).tolist() == [["marginal_cost", "marginal_cost (again)"]] * 2
-    beside = pd.read_parquet(copy.with_name("bursty_simulated.parquet"))
-    assert set(beside.n) == {20} and set(beside.seed) == set(runs.seed)
-
-
-@pytest.mark.long
-@pytest.mark.vllm
-@pytest.mark.slow
-def test_the_notebook_on_failures_starts_the_pools_of_its_studies(tmp_path):
-    path = next(path for path in NOTEBOOKS if path.stem == "32_where_it_fails")
-    live = {"live_studies": ["starved", "kv_budget"], "live_requests": 12, "time_scale": 2.0, "world": "emulated"}
-    copy = run_notebook(path, SMALL[path.stem] | live, tmp_path / "live", cell_timeout_s=1800)
-    corner, memory = (pd.read_parquet(copy.with_name(f"{name}_emulated.parquet")) for name in live["live_studies"])
+def test_the_notebook_on_live_pools_starts_those_of_each_study_and_runs_the_simulators_requests(executed):
+    name = "34_pools_on_live_engines"
+    width, bursty = (pd.read_parquet(executed(name).with_name(f"{s}_emulated.parquet")) for s in SMALL[name]["made"])
     names = ["marginal_cost", "round_robin", "round_robin (again)"]
-    assert corner.groupby("poll_s").policy.agg(sorted).to_dict() == {0.05: names, 1.0: names}
-    assert memory.groupby("engine.num_gpu_blocks").policy.agg(sorted).to_dict() == {501: names, 3751: names}
-    for runs in (corner, memory):
-        assert set(runs.source) == {"emulated"} and (runs.ok == 12).all()
+    assert width.groupby("pools").policy.agg(sorted).to_dict() == {"2+3": names, "2+4": names, "2+6": names}
+    assert sorted(bursty.policy) == names
+    for study, runs in zip(SMALL[name]["made"], (width, bursty), strict=True):
+        assert set(runs.source) == {"emulated"} and (runs.ok == SMALL[name]["requests"]).all()
+        beside = pd.read_parquet(executed(name).with_name(f"{study}_simulated.parquet"))
+        assert set(beside.workload) == set(runs.workload) and len(beside) == 2 * len(runs) / 3
 
 
 @pytest.mark.shared

@@ -271,6 +271,7 @@ def test_studies_of_running_pools_are_grids_that_run_there(tmp_path, capsys, mon
         (["--start-qps", "4"], "--start-qps is of a search on running pools"),
         (["--cluster", "HERE", "--workers", "2"], "--workers is of simulated runs"),
         (["--cluster", "HERE", "--slopes", "0.0004"], "--slopes is of simulated pools"),
+        (["--cluster", "HERE", "--policy", "random"], "--policy is of studies at simulated rates"),
         (["--slopes", "0.0004,none"], "argument --slopes: 'none' is not a number > 0"),
         (["--cluster", "HERE", "--studies", "width"], "no study of one set of pools is called width; there are bursty"),
     ],

@@ -33,6 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--requests", type=whole(1), metavar="N", help="of a run (default: 10000; with --cluster 200)")
     add("--seeds", type=whole(1), metavar="N", help="seeds 0 .. N-1 (default: 10; with --cluster 3)")
     add("--slopes", type=_slopes, metavar="S,...", help="decode slopes, s a stream (default: 5.5e-05,0.0002,0.0004)")
+    add(
+        "--policy",
+        action="append",
+        metavar="NAME[:key=value,...]",
+        help="of studies that compare policies, instead of their own; may be given several times",
+    )
     add("--search-seeds", type=whole(1), default=2, metavar="N", help="of the search (default: 2)")
     add("--workers", type=whole(1), metavar="N", help="runs at once in the search (one a core)")
     add("--cluster", metavar="DIR", help="folder of pools that astrolabe launch --pools started: search on these")
@@ -46,6 +52,8 @@ def studies(args: argparse.Namespace) -> tuple[dict, str]:
         raise InputError("--workers is of simulated runs: pools that run take one run at a time")
     if args.cluster and args.slopes:
         raise InputError("--slopes is of simulated pools: those that run have the slope that they have")
+    if args.cluster and args.policy:
+        raise InputError("--policy is of studies at simulated rates: write the policies into the grid's file")
     if not args.cluster and (given := [name for name in ONLY_LIVE if getattr(args, name)]):
         raise InputError(f"--{given[0].replace('_', '-')} is of a search on running pools: give --cluster DIR too")
     names = None if args.studies is None else [name.strip() for name in args.studies.split(",") if name.strip()]
@@ -58,7 +66,7 @@ def studies(args: argparse.Namespace) -> tuple[dict, str]:
     else:
         grids = make(
             names or NAMES, requests, range(seeds), range(args.search_seeds), workers=args.workers,
-            slopes_s=args.slopes, say=lambda line: print(line, file=sys.stderr, flush=True),
+            slopes_s=args.slopes, policies=args.policy, say=lambda line: print(line, file=sys.stderr, flush=True),
         )  # fmt: skip
         record, lines = {}, []
     paths = write(grids, args.out)

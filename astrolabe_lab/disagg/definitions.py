@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 STARVED_QPS = (9.0, 12.0, 15.0, 20.0)  # of 1 + 2 engines: from comfort to far beyond
 NAMES = ("bursty", "calibration", "families", "width", "gpus", "starved", "load", "train", "ablation", "length_error",
          "kv_budget", "services", "leak")  # fmt: skip
+OWN_POLICIES = ("calibration", "ablation", "length_error", "leak")  # studies of what a router is told, or made of
 
 
 def make(
@@ -25,11 +26,13 @@ def make(
     tolerance: float = 0.02,
     workers: int | None = None,
     slopes_s: Sequence[float] | None = None,
+    policies: Sequence[str] | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Grid]:
     """{study: its Grid} at each of ``slopes_s`` (default: ``studies.SLOPES_S``); the rates of mid-collapse are searched
     for first, which takes minutes.
 
+    ``policies``: instead of its own, for a study that compares routers (all but those of OWN_POLICIES).
     ``say`` gets a line before each search. Raises InputError for a name that is no study, and as ``saturation.find``.
     """
     from astrolabe_lab.disagg import published, saturation, services, studies
@@ -53,12 +56,13 @@ def make(
         )  # fmt: skip
 
     def grid(name: str) -> Grid:
+        own = {"policies": policies} if policies and name not in OWN_POLICIES else {}
         if name == "starved":
-            return studies.starved(STARVED_QPS, slopes_s, seeds, requests)
+            return studies.starved(STARVED_QPS, slopes_s, seeds, requests, **own)
         if name == "families":
-            return studies.families({family: rates(family) for family in studies.FAMILIES}, seeds, requests)
+            return studies.families({family: rates(family) for family in studies.FAMILIES}, seeds, requests, **own)
         anchors = of_services() if name == "services" else rates("mixed")
-        return getattr(studies, name)(anchors, seeds, requests)
+        return getattr(studies, name)(anchors, seeds, requests, **own)
 
     return {name: grid(name) for name in names}
 

@@ -52,6 +52,29 @@ def tails(table: pd.DataFrame, facet: str | None = None) -> go.Figure:
     return figure.update_layout(template="plotly_white", legend_orientation="h", legend_y=-0.25)
 
 
+def two_worlds(tables: dict[str, pd.DataFrame]) -> go.Figure:
+    """Goodput in % on live engines over that of the simulator, a point a setting; ``tables``: by study, as
+    ``compare.beside`` makes them."""
+    import pandas as pd
+    import plotly.express as px
+
+    parts = []
+    for study, table in tables.items():
+        points = (100 * table).dropna().reset_index()
+        setting = [name for name in table.index.names if name != "policy"]
+        text = points[setting].astype(str).agg(", ".join, axis=1) if setting else ""
+        parts.append(points.assign(study=study, setting=text))
+    shown = pd.concat(parts, ignore_index=True)
+    live = next(name for name in tables[next(iter(tables))].columns if name != "simulated")
+    labels = {"simulated": "simulated goodput (% of requests sent)", live: f"{live} goodput (%)", "policy": ""}
+    figure = px.scatter(
+        shown, x="simulated", y=live, color="policy", symbol="study", hover_data=["setting"], labels=labels
+    )
+    ends = [shown[["simulated", live]].min(axis=None), shown[["simulated", live]].max(axis=None)]
+    figure.add_shape(type="line", x0=ends[0], y0=ends[0], x1=ends[1], y1=ends[1], line={"dash": "dot", "color": "grey"})
+    return figure.update_layout(template="plotly_white", height=480)
+
+
 def residuals(table: pd.DataFrame, by: str = "service") -> go.Figure:
     """Simulated minus measured goodput in points, cell by cell; ``table`` as ``published.residuals`` makes it."""
     import plotly.express as px
