@@ -14,6 +14,7 @@ from astrolabe_lab import InputError, bench
 from astrolabe_lab.arrivals import with_arrivals
 from astrolabe_lab.bench import gates as engine_gates
 from astrolabe_lab.engines.cluster_file import ClusterFile, read_cluster, write_cluster
+from astrolabe_lab.engines.pace import PaceWriter
 from astrolabe_lab.generators import families
 from astrolabe_lab.serve.loop_lag import EDGES_S, LoopLag, told_by
 from astrolabe_lab.serve.pools.gates import check_pools
@@ -122,7 +123,7 @@ def cluster_of_scripted_pools(folder, change=lambda prefill, decode: None, confi
         async with scripted_pools(*shape) as (prefill, decode):
             change(prefill, decode)
             engines = [
-                {"url": engine.url, "role": role, "status": str(folder / "none")}
+                {"url": engine.url, "role": role, "status": str(folder / "none"), "pace": str(folder / "pace")}
                 for role, pool in (("prefill", prefill), ("decode", decode))
                 for engine in pool
             ]
@@ -224,6 +225,33 @@ def late(*seconds):
     for each in seconds:
         lag.late(each)
     return lag.counts
+
+
+def test_a_run_tells_of_preemptions_and_of_a_host_that_did_not_keep_up(tmp_path):
+    folder, said = tmp_path / "pools", []
+    folder.mkdir()
+    pace, asked = PaceWriter(folder / "pace"), []
+
+    def disturb(prefill, decode):
+        answer, idle = decode[0]._answer, decode[0].metrics
+        for engine in (*prefill, *decode):
+            engine.metrics = f"{idle}vllm:num_preemptions_total 3\n"
+
+        async def answered(http, body):
+            asked.append(body)
+            pace.step(1.0, 0.5)
+            decode[0].metrics = f"{idle}vllm:num_preemptions_total {3 + len(asked)}\n"
+            return await answer(http, body)
+
+        decode[0]._answer = answered
+
+    traces = {"a": with_arrivals(families.generate("chat", 4, seed=0, text=False), 50, "poisson", 0)}
+    with cluster_of_scripted_pools(folder, disturb, shape=(1, 1)):
+        cells = plan(["round_robin"], ["a"], again=False)
+        frame = run_cells(folder, cells, traces, tmp_path / "out", ["--constants-from", "paper"], say=said.append)
+    told = pd.read_parquet(tmp_path / "out" / f"{cells[0].name}.parquet").attrs["astrolabe"]
+    assert len(frame) == 4 and told["preemptions"] == 4 and told["validity"]["host_late_share"] == 0.5
+    assert not told["validity"]["valid"] and "INVALID: the host did not keep up" in said[-1]
 
 
 @pytest.mark.parametrize(

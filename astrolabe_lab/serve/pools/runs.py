@@ -29,6 +29,9 @@ from astrolabe_lab.sweep.identity import fingerprint, of_requests
 from astrolabe_lab.text_files import json_object
 
 if TYPE_CHECKING:
+    import pandas as pd
+
+    from astrolabe_lab.bench import Load
     from astrolabe_lab.engines.cluster_file import ClusterFile
 
 
@@ -104,8 +107,9 @@ def run_cells(
     ``astrolabe route`` what to price with, like ``["--calibration", "C.json"]``; ``load``: how a cell's trace is sent
     (cell -> ``bench.Load``); ``gates``: of these pools, where several calls share one asking (``gates_of``). What the
     gates found is in each frame's record: ``pool_gates``, of all pools before the first cell, and ``gates``, the cell's
-    own. Raises InputError for a trace that is missing, or ``out`` holding runs of other cells, traces, constants,
-    engines or load; GateError where a gate does not hold.
+    own; so are ``validity`` and the engines' ``preemptions`` (None where not known). Raises InputError for a trace that
+    is missing, or ``out`` holding runs of other cells, traces, constants, engines or load; GateError where a gate does
+    not hold.
     """
     import pandas as pd
 
@@ -135,16 +139,33 @@ def run_cells(
         verdicts = asyncio.run(bench.check(engines, pools.model, bench.ISOLATION, pools.time_scale))
         bench.require(verdicts)
         with _routed(cluster, cell, port, out / f"{cell.name}.jsonl", constants) as url:
-            before = told_by(url)
-            frame = bench.run(url, traces[cell.trace], loads[cell.name], keep=out / f"{cell.name}.rows.jsonl")
-            validity = _in_time(frame.attrs["validity"], before, told_by(url))
+            keep = out / f"{cell.name}.rows.jsonl"
+            frame, told = _measure(url, traces[cell.trace], loads[cell.name], keep, pools)
         frame = frame.assign(cell=cell.name, policy=cell.label)
-        save(frame, path, pool_gates=pool_gates, gates=[asdict(one) for one in verdicts], validity=validity)
-        (out / f"{cell.name}.rows.jsonl").unlink(missing_ok=True)
+        save(frame, path, pool_gates=pool_gates, gates=[asdict(one) for one in verdicts], **told)
+        keep.unlink(missing_ok=True)
         counts = frame["status"].value_counts().to_dict()
-        say(f"cell {number} of {len(cells)}, {cell.name}: {counts}{'' if validity['valid'] else ', INVALID'}")
+        why = "".join(f"; INVALID: {one}" for one in told["validity"]["why"])
+        say(f"cell {number} of {len(cells)}, {cell.name}: {counts}{why}")
         frames.append(frame)
     return pd.concat(frames, ignore_index=True)
+
+
+def _measure(url: str, trace: pd.DataFrame, load: Load, keep: Path, pools: ClusterFile) -> tuple[pd.DataFrame, dict]:
+    """(the requests' frame, ``validity`` and ``preemptions`` of the run)."""
+    from astrolabe_lab.bench import run
+    from astrolabe_lab.bench.engines import preemptions
+    from astrolabe_lab.bench.host import HostPace
+
+    engines = [engine["url"] for engine in pools.engines]
+    late, pace = told_by(url), HostPace([engine["pace"] for engine in pools.engines if "pace" in engine])
+    before = asyncio.run(preemptions(engines))
+    frame = run(url, trace, load, keep=keep)
+    more = asyncio.run(preemptions(engines)) - before
+    validity = pace.judge(_in_time(frame.attrs["validity"], late, told_by(url)))
+    # Of a run in parts the engines' counts of the first are lost, and those of an engine that began anew.
+    known = frame["segment"].max() == 0 and more >= 0
+    return frame, {"validity": validity, "preemptions": int(more) if known else None}
 
 
 def _in_time(validity: dict, before: list[float], after: list[float]) -> dict:

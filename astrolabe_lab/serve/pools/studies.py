@@ -245,5 +245,7 @@ def _row(one: Run, again: bool, results: pd.DataFrame) -> dict[str, object]:
     qps = own_rate(results["arrived_s"]) if one.qps is None else one.qps
     row = row_of(one.cell, {"qps": qps} | found | pools.spread(own, n_decode))
     label = f"{one.cell.label} ({AGAIN})" if again else one.cell.label
-    valid = results.attrs["astrolabe"]["validity"]["valid"]
-    return row | {"source": results["source"].iloc[0], "policy": label, "valid": valid}
+    told = results.attrs["astrolabe"]
+    preempted = math.nan if told["preemptions"] is None else told["preemptions"]
+    more = {"preemptions": preempted, "valid": told["validity"]["valid"]}
+    return row | {"source": results["source"].iloc[0], "policy": label} | more
