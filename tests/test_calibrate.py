@@ -68,6 +68,26 @@ def test_through_noise_steps_are_priced_within_five_percent_everywhere(noisy):
     assert noisy.bends == () and noisy.valid
 
 
+def test_windows_that_the_fit_has_not_seen_are_priced_as_well_as_their_noise_allows(exact, noisy):
+    for regime, each in noisy.residuals.items():
+        assert each["unseen_windows"] == each["windows"], regime
+        assert each["mean_abs_pct"] < each["unseen_mean_abs_pct"] < 3
+        assert exact.residuals[regime]["unseen_mean_abs_pct"] < 1e-3
+
+
+def test_one_round_of_a_table_tells_little_of_what_it_has_not_seen():
+    bent = preset("llama2-7b-a30")
+    config = EngineConfig.from_dict(bent.engine)
+    one, more = (
+        calibrate(SimulatedTarget(config, bent.cost, jitter_s=0.001, step_noise=0.01), rounds=n, progress=quiet)
+        for n in (1, 3)
+    )
+    assert one.bends == more.bends == ("mixed",)
+    first, later = one.residuals["mixed"], more.residuals["mixed"]
+    assert first["unseen_windows"] < first["windows"] and later["unseen_windows"] == later["windows"]
+    assert later["unseen_mean_abs_pct"] > later["mean_abs_pct"]
+
+
 def test_what_a_router_prices_with_is_what_its_clients_see(noisy):
     constants = noisy.constants()
     context = noisy.reference_tokens

@@ -79,7 +79,8 @@ class Calibration:
     stream adds to it, both with ``reference_tokens`` of context a stream, asked at the engine itself; ``streamed``: the
     same through a router (None: simulated, or of an older file); ``overhead_s``: what a first token takes beyond its
     steps. ``intervals``: by name, 95 %. ``gates``: what was checked, by name {value, bound, ok};
-    ``residuals``: by regime, relative; ``rows``: every window and first token measured.
+    ``residuals``: by regime, in %: of the windows that were fitted, and of those that other bursts tell, priced by
+    those alone (``unseen_``); ``rows``: every window and first token measured.
     """
 
     model: str

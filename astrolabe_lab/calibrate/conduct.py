@@ -236,15 +236,19 @@ def first_token_s(cost: StepCost, prompt_tokens: int, room: int) -> float:
 def _residuals(fitted: Fitted) -> dict:
     found = {}
     for regime, mixed in (("decode", False), ("mixed", True)):
-        off = [(priced - seconds) / seconds for seconds, priced, is_mixed, _ in fitted.residuals if is_mixed == mixed]
-        cells: dict[object, list[float]] = {}
-        for seconds, priced, is_mixed, cell in fitted.residuals:
+        off, unseen, cells = [], [], {}
+        for (seconds, priced, is_mixed, cell), unseen_s in zip(fitted.residuals, fitted.unseen_s, strict=True):
             if is_mixed == mixed:
-                cells.setdefault(cell, []).append((priced - seconds) / seconds)
+                off.append(priced / seconds - 1)
+                unseen.append(unseen_s / seconds - 1)
+                cells.setdefault(cell, []).append(off[-1])
+        told = np.abs([each for each in unseen if np.isfinite(each)])
         found[regime] = {
             "windows": len(off),
             "mean_abs_pct": round(100 * float(np.mean(np.abs(off))), 3),
             "worst_cell_pct": round(100 * max(abs(float(np.median(each))) for each in cells.values()), 3),
+            "unseen_windows": len(told),
+            "unseen_mean_abs_pct": round(100 * float(np.mean(told)), 3) if len(told) else None,
         }
     return found
 

@@ -27,13 +27,15 @@ COUNTS = {"decode": ("per_seq_s", "per_kv_token_s"), "mixed": ("per_seq_s", "per
 @dataclass(frozen=True)
 class Fitted:
     """``cost``: the step cost; ``intervals``: by name ("decode.base_s") (low, high) at 95 %; ``bends``: the regimes
-    that are tabulated; ``residuals``: of each window (seconds measured, seconds priced, mixed?, cell); ``resampled``:
-    the step costs of resampled bursts."""
+    that are tabulated; ``residuals``: of each window (seconds measured, seconds priced, mixed?, cell); ``unseen_s``: of
+    each window what the other bursts alone would price it at (NaN where they do not tell); ``resampled``: the step
+    costs of resampled bursts."""
 
     cost: StepCost
     intervals: dict[str, tuple[float, float]]
     bends: tuple[str, ...]
     residuals: list[tuple[float, float, bool, object]] = field(repr=False)
+    unseen_s: np.ndarray = field(repr=False)
     resampled: list[StepCost] = field(repr=False)
     freedom: int = 1
 
@@ -71,7 +73,8 @@ def fit(observations: list[Observation], seed: int = 0, bends: tuple[str, ...] |
     residuals = [
         (o.seconds, float(p), any(s.mixed for s in o.steps), o.cell) for o, p in zip(observations, priced, strict=True)
     ]
-    return Fitted(model.cost(best), intervals, bends, residuals, [model.cost(draw) for draw in draws], freedom)
+    costs = [model.cost(draw) for draw in draws]
+    return Fitted(model.cost(best), intervals, bends, residuals, model.unseen_s(), costs, freedom)
 
 
 def _bends(observations: list[Observation]) -> tuple[str, ...]:
@@ -205,6 +208,18 @@ class _Model:
             signs = rng.choice([-1.0, 1.0], len(bursts))[of]
             draw[:] = solve(design, (priced + signs * residuals) * self.weights)
         return draws, len(bursts) - columns
+
+    def unseen_s(self) -> np.ndarray:
+        """What each window costs by the windows of all other bursts; NaN where those do not tell (a table's entry that
+        nothing else has measured)."""
+        design, seconds = self.design * self.weights[:, None], self.seconds * self.weights
+        priced = np.empty(len(seconds))
+        for burst in np.unique(self.bursts):
+            own = self.bursts == burst
+            told = np.any(self.design[~own] != 0, axis=0)
+            priced[own] = self.design[own][:, told] @ solve(design[~own][:, told], seconds[~own])
+            priced[own & np.any(self.design[:, ~told] != 0, axis=1)] = np.nan
+        return priced
 
     def cost(self, found: np.ndarray) -> StepCost:
         values: dict[str, dict[str, float]] = {"decode": {}, "mixed": {}}

@@ -134,11 +134,13 @@ def describe(found, path) -> str:
         )
     if found.transfer:
         lines.insert(2, f"transfer {_ms(found.transfer.latency_s)} + {_ms(found.transfer.per_block_s)} a block")
-    lines += [
-        f"{regime:8} {each['windows']} windows of steps, off by {each['mean_abs_pct']:.1f} % (mean), "
-        f"{each['worst_cell_pct']:.1f} % (worst cell){', tabulated' if regime in found.bends else ''}"
-        for regime, each in found.residuals.items()
-    ]
+    for regime, each in found.residuals.items():
+        unseen = each.get("unseen_mean_abs_pct")  # files of before have none
+        others = "" if unseen is None else f", {unseen:.1f} % where priced by the other bursts alone"
+        lines.append(
+            f"{regime:8} {each['windows']} windows of steps, off by {each['mean_abs_pct']:.1f} % (mean), "
+            f"{each['worst_cell_pct']:.1f} % (worst cell){others}{', tabulated' if regime in found.bends else ''}"
+        )
     for name, gate in found.gates.items():
         if not gate["ok"]:
             why = MISSED.get(name, "measure again on a quiet machine, or with more --budget-s")
