@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from astrolabe_lab import InputError
-from astrolabe_lab.calibrate import Calibration, Probe, SimulatedTarget, calibrate, judge, load
+from astrolabe_lab.calibrate import Calibration, Probe, SimulatedTarget, calibrate, figures, judge, load
 from astrolabe_lab.calibrate.cells import Decode, Mixed, Rough, chunked
 from astrolabe_lab.calibrate.live import read_tokens
 from astrolabe_lab.calibrate.probe import Answer
@@ -118,7 +118,7 @@ def test_the_budget_is_kept_and_one_too_small_is_refused():
         calibrate(SimulatedTarget(CONFIG, TRUTH), budget_s=3, progress=quiet)
 
 
-def test_transfers_between_pools_are_timed_block_by_block():
+def test_transfers_between_pools_are_timed_block_by_block(tmp_path):
     prefill = SimulatedTarget(CONFIG, TRUTH, overhead_s=0.005, jitter_s=0.001)
     decode = SimulatedTarget(CONFIG, TRUTH, overhead_s=0.005, jitter_s=0.001, transfer=(0.02, 3e-4), seed=1)
     found = calibrate((prefill, decode), budget_s=120, rounds=2, progress=quiet)
@@ -126,6 +126,12 @@ def test_transfers_between_pools_are_timed_block_by_block():
     assert low <= 3e-4 <= high and found.transfer.per_block_s == pytest.approx(3e-4, rel=0.1)
     assert found.transfer.latency_s == pytest.approx(0.02, abs=0.003)
     assert found.constants().transfer_per_block_s == found.transfer.per_block_s
+    rows = found.rows["transfers"]
+    assert {row["blocks"] for row in rows} >= {1, 64}
+    assert [row["seconds"] for row in rows] == pytest.approx([0.02 + 3e-4 * row["blocks"] for row in rows], abs=0.01)
+    measured, line = figures.transfers(found).data
+    assert len(measured.x) == len(rows) and line.y[0] == pytest.approx(1e3 * found.transfer.latency_s)
+    assert "What it takes to hand a prompt over" in figures.write_figures(found, tmp_path / "c.html").read_text()
     assert prefill.now_s() + decode.now_s() <= 120
 
 

@@ -55,9 +55,10 @@ def test_a_grid_runs_on_live_pools_with_the_requests_and_columns_of_the_simulato
     folder.mkdir()
     with cluster_of_scripted_pools(folder, config=CONFIG):
         found = live.run(GRID, Pools(folder), out, say=said.append)
-        assert len(said) == 6 + len(ASKED) and sum(line.startswith("gate ") for line in said) == len(ASKED)
+        assert len(said) == 6 + len(ASKED) + 1 and sum(line.startswith("gate ") for line in said) == len(ASKED)
+        assert "3 of 6 runs made, about " in said[3 + len(ASKED)]
         assert live.run(GRID, folder, out, say=said.append).equals(found)
-    assert len(said) == 6 + len(ASKED) + 6 and all(line.endswith(": kept") for line in said[-6:])
+    assert len(said) == 7 + len(ASKED) + 6 and all(": kept" in line for line in said[-6:])
     names = ["round_robin", "round_robin (again)"]
     assert found["policy"].tolist() == [*names, *names, "marginal_cost", "marginal_cost"]
     assert found["constants"].tolist() == [
@@ -80,8 +81,17 @@ def test_a_grid_runs_on_live_pools_with_the_requests_and_columns_of_the_simulato
     assert len(told) == 2 and told[0] != told[1]
 
 
+def spoil(path, why):
+    """Have the kept run of ``path`` not count."""
+    frame = pd.read_parquet(path)
+    validity = frame.attrs["astrolabe"]["validity"] | {"valid": False, "why": [why]}
+    frame.attrs = {"astrolabe": frame.attrs["astrolabe"] | {"validity": validity}}
+    frame.to_parquet(path)
+
+
 @pytest.mark.slow
-def test_the_command_runs_a_grid_on_running_pools_and_goes_on_where_it_was_ended(tmp_path, capsys):
+def test_the_command_runs_a_grid_on_running_pools_and_goes_on_where_it_was_ended(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("astrolabe_lab.serve.pools.runs.LAG_BOUND_S", 10.0)  # whatever else this machine does
     folder, out, grid = tmp_path / "pools", tmp_path / "out", tmp_path / "grid.yaml"
     folder.mkdir()
     grid.write_text(TINY)
@@ -93,8 +103,17 @@ def test_the_command_runs_a_grid_on_running_pools_and_goes_on_where_it_was_ended
         assert "gate greedy: ok" in said.err and "block 1 of 1, cell 2 of 2, qps40-seed0--" in said.err
         next(out.glob("qps40-seed0-*/qps40-seed0--round_robin.parquet")).unlink()
         assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["runs"] == {"all": 2, "made": 1, "made_before": 1} and told["source"] == "hardware"
+        told = json.loads(capsys.readouterr().out)
+        assert told["runs"] == {"all": 2, "made": 1, "made_before": 1} and told["source"] == "hardware"
+        spoil(next(out.glob("qps40-seed0-*/qps40-seed0--round_robin.parquet")), "the host slept")
+        assert main(words) == 0
+        said = capsys.readouterr()
+        assert "1 of them do not count (columns valid, why); --redo-invalid makes them again" in said.out
+        assert "the host slept" in said.out and "round_robin: kept; INVALID: the host slept" in said.err
+        assert main([*words, "--redo-invalid", "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert told["runs"] == {"all": 2, "made": 1, "made_before": 1}
+    assert not sweep.read(out)["why"].str.contains("slept").any()
     assert sweep.read(out)["policy"].tolist() == ["round_robin", "round_robin (again)"]
     assert main(["sweep", str(grid), "--out", str(out)]) == 2
     assert "holds the results of another run" in capsys.readouterr().err
@@ -144,6 +163,8 @@ def test_what_live_runs_will_take_is_told_before_any_engine_starts(tmp_path, cap
     assert told["--emulate"]["wall_s"] > told["--cluster"]["wall_s"] > 60
     assert main(["sweep", str(tmp_path / "grid.yaml"), "--cluster", "there", "--emulate", "2"]) == 2
     assert "--cluster and --emulate" in capsys.readouterr().err
+    assert main(["sweep", str(tmp_path / "grid.yaml"), "--redo-invalid", "--out", str(tmp_path / "out")]) == 2
+    assert "--redo-invalid is of runs on live pools" in capsys.readouterr().err
 
 
 def world_of(grid):

@@ -33,6 +33,7 @@ class Measured:
     windows: list[Observation] = field(default_factory=list)
     first_tokens: list[FirstToken] = field(default_factory=list)
     streamed: list[dict] = field(default_factory=list)  # a row for each burst through a router
+    transfers: list[dict] = field(default_factory=list)  # a row for each hand-off
     bursts: int = 0
     rounds: int = 0
     missing: int = 0  # windows that were asked for and could not be read
@@ -92,7 +93,7 @@ def _calibrate(prefill, decode, budget_s, seed, rounds, reference_tokens, say) -
         if clock.left_s(RESERVE) < a_round_s:
             needed = (a_round_s + clock.spent_s + clock.kept_s) / (1 - RESERVE)
             raise InputError(
-                f"budget_s={budget_s:g} is too little here: one round needs about {needed:.0f} s of wall time "
+                f"budget_s={budget_s:g} is too little here: one round needs about {needed:.0f} s of {clock.unit} time "
                 f"(time scale {prefill.describe().time_scale:g})"
             )
     for _ in range(rounds):
@@ -112,7 +113,9 @@ def _calibrate(prefill, decode, budget_s, seed, rounds, reference_tokens, say) -
         if clock.left_s(RESERVE) < took_s:
             break
     fitted = fit(measured.windows, seed)
-    transfer = measure_transfer(prefill, decode, fitted, clock.left_s(LAST), rng) if _hands_off(decode) else None
+    transfer = None
+    if _hands_off(decode):
+        transfer, measured.transfers = measure_transfer(prefill, decode, fitted, clock.left_s(LAST), rng)
     streamed = None
     if runs:
         clock.kept_s = 0.0
@@ -132,6 +135,10 @@ class _Clock:
         self._targets = [(t, t.now_s(), t.describe().time_scale) for t in targets]
         self._shared = all(hasattr(t, "wall") for t in targets)
         self.budget_s, self.kept_s = float(budget_s), 0.0
+
+    @property
+    def unit(self) -> str:
+        return "wall" if self._shared else "simulated"
 
     @property
     def spent_s(self) -> float:
@@ -276,5 +283,6 @@ def _rows(measured: Measured, fitted: Fitted) -> dict:
         )  # fmt: skip
     tokens = [{"prompt_tokens": f.prompt_tokens, "seconds": round(f.seconds, 6)} for f in measured.first_tokens]
     return {
-        "windows": windows, "first_tokens": tokens, "streamed": measured.streamed, "unread": measured.missing,
+        "windows": windows, "first_tokens": tokens, "streamed": measured.streamed, "transfers": measured.transfers,
+        "unread": measured.missing,
     }  # fmt: skip

@@ -70,6 +70,22 @@ def first_tokens(calibration: Calibration) -> go.Figure:
     return _titled(figure, "What a prompt costs on an idle engine", "a line is what the router's linear terms believe")
 
 
+def transfers(calibration: Calibration) -> go.Figure:
+    """Milliseconds of a hand-off over its KV blocks: each one measured, and the line of latency and seconds a block."""
+    frame = pd.DataFrame(calibration.rows["transfers"])
+    line = calibration.transfer
+    figure = go.Figure(layout={"template": TEMPLATE})
+    figure.add_scatter(
+        x=frame["blocks"], y=1e3 * frame["seconds"], mode="markers", name="measured",
+        marker={"color": COLOURS[0], "size": 6},
+    )  # fmt: skip
+    sizes = np.array([0, frame["blocks"].max()])
+    priced_ms = 1e3 * (line.latency_s + line.per_block_s * sizes)
+    figure.add_scatter(x=sizes, y=priced_ms, mode="lines", name="transfer cost", line={"color": COLOURS[1]})
+    figure.update_xaxes(title="KV blocks").update_yaxes(title="hand-off (ms)", rangemode="tozero")
+    return _titled(figure, "What it takes to hand a prompt over", "beyond the request's own way and its first step")
+
+
 def residuals(calibration: Calibration) -> go.Figure:
     """Percent by which every window's price is off, over the new tokens of its step."""
     frame = windows(calibration)
@@ -89,10 +105,10 @@ def write_figures(calibration: Calibration, path: str | Path) -> Path:
     """All figures in one HTML file that needs no network."""
     from astrolabe_lab.record import write_whole
 
-    parts = [
-        figure.to_html(full_html=False, include_plotlyjs=j == 0)
-        for j, figure in enumerate([decode_steps(calibration), first_tokens(calibration), residuals(calibration)])
-    ]
+    figures = [decode_steps(calibration), first_tokens(calibration), residuals(calibration)]
+    if calibration.rows.get("transfers"):  # files of before have none
+        figures.append(transfers(calibration))
+    parts = [figure.to_html(full_html=False, include_plotlyjs=j == 0) for j, figure in enumerate(figures)]
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     title = f"<title>Calibration of {calibration.model}</title>"
     write_whole(Path(path), f"<!doctype html><meta charset=utf-8>{title}\n" + "\n".join(parts))

@@ -13,8 +13,9 @@ REPEATS = 7
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
-def measure_transfer(prefill, decode, fitted: Fitted, left_s: float, rng) -> Transfer:
-    """Latency and seconds a block, from hand-offs of 1..256 blocks in random order, while ``left_s`` seconds last.
+def measure_transfer(prefill, decode, fitted: Fitted, left_s: float, rng) -> tuple[Transfer, list[dict]]:
+    """(latency and seconds a block, a row for each hand-off), from hand-offs of 1..256 blocks in random order, while
+    ``left_s`` seconds last.
 
     A first token after a hand-off takes the request's own way, the transfer, and one step on one token; what a prompt
     of a single token takes there without any hand-off is subtracted. Raises InputError where time is too short.
@@ -41,7 +42,8 @@ def measure_transfer(prefill, decode, fitted: Fitted, left_s: float, rng) -> Tra
     if len(np.unique(n)) < 2:
         raise InputError("calibration: prompts of two sizes at least must fit, to time a transfer")
     (latency_s, block_s), (latency_around, block_around) = _line(n, seconds - alone, rng)
-    return Transfer(latency_s, block_s, latency_around, block_around)
+    rows = [{"blocks": int(m), "seconds": round(float(s), 6)} for m, s in zip(n, seconds - alone, strict=True)]
+    return Transfer(latency_s, block_s, latency_around, block_around), rows
 
 
 def _last_token_s(cost, prompt_tokens: int) -> float:

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=number(above=0),
         default=300.0,
         metavar="S",
-        help="at most about so long, wall time; one round must fit (default: 300)",
+        help="at most about so long, wall time (of --simulate: simulated time); one round must fit (default: 300)",
     )
     add("--rounds", type=whole(1), default=8, metavar="N", help="at most so many passes over all cells (default: 8)")
     add("--seed", type=whole(0), default=0, metavar="S", help="of the order of what is measured")
@@ -117,8 +117,11 @@ def _target(args):
 
 def describe(found, path) -> str:
     """What a person reads."""
+    scaled = found.time_scale != 1
+    modelled = f"; what follows is modelled time ({found.time_scale:g} wall s each)" if scaled else ""
     lines = [
-        f"{found.model} on {found.device} ({found.source}), {found.rounds} rounds in {found.seconds:.0f} s",
+        f"{found.model} on {found.device} ({found.source}), {found.rounds} round{'s' * (found.rounds > 1)} in "
+        f"{found.seconds:.0f} s of {'simulated' if found.source == 'simulated' else 'wall'} time{modelled}",
         f"prefill  {_ms(found.prefill_base_s)} + {found.prefill_token_s * 1e6:.1f} us a token, of a first token",
         f"decode   {_ms(found.decode_s)} a step of one stream, {found.decode_slope_s * 1e3:.4f} ms each further one "
         f"(contexts of {found.reference_tokens})",

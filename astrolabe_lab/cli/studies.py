@@ -71,7 +71,8 @@ def studies(args: argparse.Namespace) -> tuple[dict, str]:
         record, lines = {}, []
     paths = write(grids, args.out)
     runs = {name: len(grid) for name, grid in grids.items()}
-    lines += [f"{path}: {len(grid):,} runs" for path, grid in zip(paths, grids.values(), strict=True)]
+    more = ", and A/A beside them" if args.cluster else ""
+    lines += [f"{path}: {len(grid):,} runs{more}" for path, grid in zip(paths, grids.values(), strict=True)]
     return {"files": [str(path) for path in paths], "runs": runs} | record, "\n".join(lines)
 
 

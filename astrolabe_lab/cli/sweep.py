@@ -53,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="run the grid on emulated pools of its own, with so many wall s per modelled s",
     )
     parser.add_argument(
+        "--redo-invalid",
+        action="store_true",
+        help="make live runs again that were kept and do not count (column valid)",
+    )
+    parser.add_argument(
         "--on", default="local", metavar="WHERE", help="local (the default), ray, or a cluster's ray://HOST:PORT"
     )
     parser.add_argument("--workers", type=int, metavar="N", help="runs at once (default: one a core)")
@@ -88,6 +93,8 @@ def sweep(args: argparse.Namespace) -> tuple[dict, str]:
             f"--{given[0].replace('_', '-')} is of simulated runs: on live pools they are made one by one, and all is "
             "kept"
         )
+    if args.redo_invalid and not live:
+        raise InputError("--redo-invalid is of runs on live pools: give --cluster or --emulate too")
     if args.dry_run and live:
         return _live_estimate(args)
     if args.dry_run:
@@ -112,7 +119,8 @@ def sweep(args: argparse.Namespace) -> tuple[dict, str]:
         text += f"\nrows of {len(codes)} versions of the code, told apart by the column code: {', '.join(codes)}"
     sound = frame[frame["valid"]] if "valid" in frame else frame
     if invalid := len(frame) - len(sound):
-        text += f"\n{invalid:,} of them do not count (column valid): router or load generator fell behind"
+        text += f"\n{invalid:,} of them do not count (columns valid, why); --redo-invalid makes them again:\n"
+        text += _table_of_invalid(frame[~frame["valid"]])
     if same_requests(frame):
         text += "\nall seeds have the same requests at the same times: they differ in the router's luck alone (sample: "
         text += "permute or resample, or arrivals that are drawn, make them differ)"
@@ -133,7 +141,8 @@ def _live(args: argparse.Namespace) -> pd.DataFrame:
     from astrolabe_lab.serve.pools.studies import Emulated, run
     from astrolabe_lab.sweep import Grid
 
-    return run(Grid.given(args.grid), args.cluster or Emulated(args.emulate), args.out)
+    pools = args.cluster or Emulated(args.emulate)
+    return run(Grid.given(args.grid), pools, args.out, redo_invalid=args.redo_invalid)
 
 
 def _live_estimate(args: argparse.Namespace) -> tuple[dict, str]:
@@ -152,6 +161,14 @@ def same_requests(frame: pd.DataFrame) -> bool:
     """Whether, at some rate, several seeds faced one and the same set of requests."""
     at = frame.groupby("qps", dropna=False)
     return bool(((at["seed"].nunique() > 1) & (at["workload"].nunique() == 1)).any())
+
+
+def _table_of_invalid(frame: pd.DataFrame) -> str:
+    from astrolabe_lab.sweep.cell import varied
+
+    names = list(dict.fromkeys([*varied(frame), "seed", "why"]))
+    text = frame[names].head(SHOWN).to_string(index=False)
+    return text + f"\n... and {len(frame) - SHOWN:,} rows more" * (len(frame) > SHOWN)
 
 
 def _table(frame: pd.DataFrame) -> str:

@@ -60,7 +60,8 @@ def crossing(
             if len(seen) == rates:
                 raise InputError(
                     f"{policy} crosses {target:.0%} at none of the {rates} rates tried, {min(seen):g} to "
-                    f"{max(seen):g} requests a second: start elsewhere, or try more"
+                    f"{max(seen):g} requests a second: start elsewhere (start_qps, --start-qps), or try more "
+                    "(rates, --rates)"
                 )
             seen[qps] = goodput(qps)
         return seen[qps] >= target

@@ -133,7 +133,7 @@ def run_cells(
         path = out / f"{cell.name}.parquet"
         if path.exists():
             frames.append(pd.read_parquet(path))
-            say(f"cell {number} of {len(cells)}, {cell.name}: kept")
+            say(f"cell {number} of {len(cells)}, {cell.name}: kept{_why(frames[-1].attrs['astrolabe']['validity'])}")
             continue
         pool_gates = gates()
         verdicts = asyncio.run(bench.check(engines, pools.model, bench.ISOLATION, pools.time_scale))
@@ -145,10 +145,13 @@ def run_cells(
         save(frame, path, pool_gates=pool_gates, gates=[asdict(one) for one in verdicts], **told)
         keep.unlink(missing_ok=True)
         counts = frame["status"].value_counts().to_dict()
-        why = "".join(f"; INVALID: {one}" for one in told["validity"]["why"])
-        say(f"cell {number} of {len(cells)}, {cell.name}: {counts}{why}")
+        say(f"cell {number} of {len(cells)}, {cell.name}: {counts}{_why(told['validity'])}")
         frames.append(frame)
     return pd.concat(frames, ignore_index=True)
+
+
+def _why(validity: dict) -> str:
+    return "".join(f"; INVALID: {one}" for one in validity["why"])
 
 
 def _measure(url: str, trace: pd.DataFrame, load: Load, keep: Path, pools: ClusterFile) -> tuple[pd.DataFrame, dict]:

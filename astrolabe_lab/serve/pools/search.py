@@ -50,7 +50,9 @@ def find_rate(
         grid = Grid.of(saturation.at_rate(settings, policy, qps, seeds))
         found = run(grid, pools, Path(out) / f"qps{qps:g}", say, gates, again=False)
         invalid = f", {n} of {len(found)} runs INVALID" if (n := int((~found["valid"]).sum())) else ""
-        say(f"{policy} at {qps:.4g} requests a second keeps {found['goodput_share'].mean():.1%}{invalid}")
+        say(
+            f"{policy} at {qps:.4g} requests a second keeps {found['goodput_share'].mean():.1%} of its targets{invalid}"
+        )
         return found
 
     given = {"target": target, "start_qps": start_qps, "tolerance": tolerance, "rates": rates, "policy": policy}

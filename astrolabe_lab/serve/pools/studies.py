@@ -77,16 +77,18 @@ def run(
     say: Callable[[str], None] = tell,
     gates: Callable[[], list[dict]] | None = None,
     again: bool = True,
+    redo_invalid: bool = False,
 ) -> pd.DataFrame:
     """One row per run of the grid, with the columns of ``sweep.run``, and, unless ``again`` is False, one more of the
-    first policy (``(again)``) wherever the others ran; ``valid``: whether load generator and router kept up
-    (``runs.run_cells``).
+    first policy (``(again)``) wherever the others ran; ``valid``: whether load generator, router and host kept up,
+    ``why`` not (``runs.run_cells``).
 
     ``pools``: a running cluster, or its folder, which all runs must be of; or ``Emulated``. ``out`` keeps every cell,
     ``summary.parquet`` and ``run.json``: what was ended goes on from there. Sets of pools come in random order, on each
-    the traces and on each of those the policies, so that what drifts meanwhile favours nobody. ``gates``: where several
-    calls share one asking (``runs.gates_of``). Raises InputError for runs that no live pools can make, and as
-    ``runs.run_cells``; GateError where a gate does not hold; EngineError for engines that do not start.
+    the traces and on each of those the policies, so that what drifts meanwhile favours nobody. ``redo_invalid``: make
+    runs again that were kept and do not count. ``gates``: where several calls share one asking (``runs.gates_of``).
+    Raises InputError for runs that no live pools can make, and as ``runs.run_cells``; GateError where a gate does not
+    hold; EngineError for engines that do not start.
     """
     import pandas as pd
 
@@ -101,6 +103,9 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     told = {"parameters": described(grid), "seed": list(dict.fromkeys(one.seed for one in runs)), "live": live}
     with alone(out / "run.json"):
+        for file in files if redo_invalid else ():
+            if file.exists() and not _validity(pd.read_parquet(file))["valid"]:
+                file.unlink()
         before, began, rows, status = _there(files), time.monotonic(), {}, "failed"
         record.note(out, new=True, status="running", **told)
         try:
@@ -110,6 +115,7 @@ def run(
                     for block in of_world:
                         at = f"block {blocks.index(block) + 1} of {len(blocks)}, "
                         _run_block(block, runs, sources, folder, asked, lambda line, at=at: say(at + line))
+                        _tell_left(files, before, time.monotonic() - began, say)
                         for cell, file in zip(block.cells, block.files(), strict=True):
                             index, extra = block.indices[cell.policy], cell.label != cell.policy
                             rows[index, extra] = _row(runs[index], extra, pd.read_parquet(file))
@@ -207,6 +213,13 @@ def _run_block(block: Block, runs: list[Run], sources: Sources, pools: Path, gat
     run_cells(pools, block.cells, traces, block.folder, route, say=say, gates=gates)
 
 
+def _tell_left(files: list[Path], before: int, took_s: float, say: Callable[[str], None]) -> None:
+    there = _there(files)
+    if before < there < len(files):
+        left_s = took_s / (there - before) * (len(files) - there)
+        say(f"{there} of {len(files)} runs made, about {left_s / 60:.0f} minutes left")
+
+
 def _there(files: list[Path]) -> int:
     return sum(file.exists() for file in files)
 
@@ -234,6 +247,10 @@ def _blocks(runs: list[Run], indices: list[int], world: World, out: Path, again:
     return blocks
 
 
+def _validity(results: pd.DataFrame) -> dict:
+    return results.attrs["astrolabe"]["validity"]
+
+
 def _row(one: Run, again: bool, results: pd.DataFrame) -> dict[str, object]:
     from astrolabe_lab.measure import summarise
     from astrolabe_lab.sweep import pools
@@ -245,7 +262,7 @@ def _row(one: Run, again: bool, results: pd.DataFrame) -> dict[str, object]:
     qps = own_rate(results["arrived_s"]) if one.qps is None else one.qps
     row = row_of(one.cell, {"qps": qps} | found | pools.spread(own, n_decode))
     label = f"{one.cell.label} ({AGAIN})" if again else one.cell.label
-    told = results.attrs["astrolabe"]
-    preempted = math.nan if told["preemptions"] is None else told["preemptions"]
-    more = {"preemptions": preempted, "valid": told["validity"]["valid"]}
+    preempted, validity = results.attrs["astrolabe"]["preemptions"], _validity(results)
+    more = {"preemptions": math.nan if preempted is None else preempted, "valid": validity["valid"]}
+    more["why"] = "; ".join(validity["why"])
     return row | {"source": results["source"].iloc[0], "policy": label} | more
