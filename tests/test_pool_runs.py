@@ -164,7 +164,7 @@ def test_runs_go_on_where_they_were_broken_off_and_only_with_what_they_began_wit
         with pytest.raises(Interrupted, match="cell 1 of 2"):
             again(interrupt)
         frame = again()
-        assert len(said) == 1 + len(ASKED) + 1 and said[0].endswith(": kept") and "'ok': 6" in said[-1]
+        assert len(said) == 1 + len(ASKED) + 1 and ": kept" in said[0] and "'ok': 6" in said[-1]
         assert [line.partition(":")[0] for line in said[1:-1]] == [f"gate {name}" for name in ASKED]
         assert frame.groupby("cell").size().tolist() == [6, 6] and (frame["status"] == "ok").all()
         assert len(again(said.append)) == 12 and all(line.endswith(": kept") for line in said[-2:])
