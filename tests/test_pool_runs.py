@@ -167,7 +167,7 @@ def test_runs_go_on_where_they_were_broken_off_and_only_with_what_they_began_wit
         assert len(said) == 1 + len(ASKED) + 1 and ": kept" in said[0] and "'ok': 6" in said[-1]
         assert [line.partition(":")[0] for line in said[1:-1]] == [f"gate {name}" for name in ASKED]
         assert frame.groupby("cell").size().tolist() == [6, 6] and (frame["status"] == "ok").all()
-        assert len(again(said.append)) == 12 and all(line.endswith(": kept") for line in said[-2:])
+        assert len(again(said.append)) == 12 and all(": kept" in line for line in said[-2:])
         about = [pd.read_parquet(path).attrs["astrolabe"] for path in out.glob("*.parquet")]
         for each in about:
             assert {gate["gate"]: gate["ok"] for gate in each["pool_gates"]} == dict.fromkeys(ASKED, True)
