@@ -13,6 +13,7 @@ from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.instance import Instance
 from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.listen import listening
+from astrolabe_lab.serve.openai_api import Refusal, parse
 from astrolabe_lab.serve.prompt_tokens import ByBytes
 from astrolabe_lab.serve.router import Router
 from astrolabe_lab.sim.config import EngineConfig
@@ -201,7 +202,7 @@ def test_all_engines_down_is_a_503_and_they_come_back(tmp_path):
         (b'{"model": "m", "prompt": "\xff"}', "application/json", 400, "not UTF-8"),
         (b"model=m", "application/x-www-form-urlencoded", 415, "content-type"),
         (b'{"model": "other", "prompt": "x"}', "application/json", 404, "does not exist"),
-        (b'{"prompt": "x"}', "application/json", 400, "model=None"),
+        (b'{"model": 5, "prompt": "x"}', "application/json", 400, "model=5 must be a string; served here: m"),
         (b'{"model": "m"}', "application/json", 400, "prompt must be"),
         (b'{"model": "m", "vllm_xargs": {"output_tokens": "7"}}', "application/json", 400, "output_tokens='7' must be"),
         (b'{"model": "m", "prompt": "' + b"x" * (9 << 20) + b'"}', "application/json", 413, "larger than"),
@@ -218,6 +219,15 @@ def test_bad_requests_get_one_openai_shaped_error(tmp_path, raw, kind, status, w
 
     run(story())
     assert sum(len(rows) for rows in outcomes(tmp_path / "j").values()) == 1
+
+
+@pytest.mark.parametrize("given", [{}, {"model": None}, {"model": ""}])
+def test_who_names_no_model_gets_the_one_that_is_served_and_where_several_are_is_asked_which(given):
+    raw = json.dumps({"prompt": "x", **given}).encode()
+    asked = parse("/v1/completions", raw, {}, [MODEL])
+    assert asked.model == asked.body["model"] == MODEL
+    with pytest.raises(Refusal, match="served here: m, n"):
+        parse("/v1/completions", raw, {}, [MODEL, "n"])
 
 
 def test_past_its_bound_a_router_answers_429_and_counts_nothing_twice(tmp_path):

@@ -44,7 +44,8 @@ class Asked:
 
 def parse(path: str, raw: bytes, headers, models: list[str]) -> Asked:
     """The request in ``raw``. Raises Refusal for what no engine could answer: not JSON, not UTF-8, not an object, an
-    unknown model, a prompt of no allowed kind, an unknown SLO class. Everything else is the engine's to judge."""
+    unknown model, a prompt of no allowed kind, an unknown SLO class. Everything else is the engine's to judge. Who
+    names no model gets the only one that is served."""
     kind = headers.get("content-type", "application/json").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal(415, f"content-type {kind!r} is not supported: send application/json")
@@ -56,6 +57,8 @@ def parse(path: str, raw: bytes, headers, models: list[str]) -> Asked:
         raise Refusal(400, f"the body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise Refusal(400, f"the body is a JSON {type(body).__name__}; send an object")
+    if body.get("model") in (None, "") and len(models) == 1:  # as vLLM takes it
+        body["model"] = models[0]
     model = body.get("model")
     if not isinstance(model, str):
         raise Refusal(400, f"model={model!r:.60} must be a string; served here: {', '.join(models)}")
