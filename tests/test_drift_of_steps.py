@@ -167,6 +167,8 @@ class Published:
 def test_the_monitor_says_it_once_and_tells_prometheus(kind, cost):
     clock, said = [0.0], []
     instances = [kind(0), kind(1)]
+    for each in instances:
+        each.labels = {"instance": str(each.index), "role": "decode"}
     monitor = DriftMonitor(instances, cost, lambda: clock[0], time_scale=1e-9, warn=said.append)
 
     async def story():
@@ -179,7 +181,7 @@ def test_the_monitor_says_it_once_and_tells_prometheus(kind, cost):
     assert len(said) == 2 and "drift: steps of instance 0 take 1." in said[0]
     observed, ratio, alarm = monitor.families()
     assert all(s.value >= 12 for s in observed.samples) and len(observed.samples) == 2
-    assert [s.value for s in alarm.samples] == [1, 1]
+    assert [(s.labels, s.value) for s in alarm.samples] == [(each.labels, 1) for each in instances]
     assert all(1.3 < s.value < 1.6 for s in ratio.samples)
 
 

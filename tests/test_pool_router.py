@@ -9,7 +9,7 @@ import pytest
 from routed_pools import MODEL, ask, constant, routed, run
 from scripted_pools import scripted_pools
 
-from astrolabe_lab import InputError, length
+from astrolabe_lab import InputError, bench, length
 from astrolabe_lab.arrivals import with_arrivals
 from astrolabe_lab.cli import main
 from astrolabe_lab.disagg import routers, simulate_pools
@@ -151,7 +151,7 @@ def test_occupancy_and_failed_transfers_are_the_engines_own_numbers(tmp_path):
             assert row["used_tokens"] == round(0.25 * 1055) * 16
             assert 0 <= router.now_s() - row["taken_s"] < 1.0
             async with session.get(url + "/metrics") as answer:
-                assert 'astrolabe_failed_transfers_total{instance="2"} 4.0' in await answer.text()
+                assert 'astrolabe_failed_transfers_total{instance="2",role="decode"} 4.0' in await answer.text()
             await decode[1].stop()
             await asyncio.sleep(0.3)
             assert router.occupancy.rows["running"][2] == 3  # an engine that is silent is not idle
@@ -207,6 +207,79 @@ def test_bodies_of_the_two_steps_leave_the_client_s_own_alone():
     assert json.dumps(body) == before
     assert handoff.handle_of({"kv_transfer_params": None}) is None
     assert handoff.blocks_of({"remote_block_ids": [[4, 5, 6]]}) == 3 and handoff.blocks_of(None) == 0
+
+
+async def get(session, url, path):
+    async with session.get(url + path) as answer:
+        return answer.status, await answer.json()
+
+
+def test_health_says_whether_a_request_can_be_served_with_the_engines_that_are_left(tmp_path):
+    async def story():
+        async with scripted_pools(1, 2) as pools, routed(pools, tmp_path / "j") as (router, session, url):
+            assert await get(session, url, "/health") == (
+                200, {"ok": True, "available": 3, "engines": 3, "prefill_available": 1, "decode_available": 2}
+            )  # fmt: skip
+            router.instances[0].draining = True
+            status, told = await get(session, url, "/health")
+            assert (status, told["prefill_available"]) == (200, 0) and "compute prompts themselves" in told["note"]
+            assert (await ask(session, url))[0] == 200
+            router.instances[0].draining = False
+            router.instances[1].draining = router.instances[2].draining = True
+            status, told = await get(session, url, "/health")
+            assert (status, told["ok"], told["available"]) == (503, False, 1)
+            assert told["note"] == "no decode engine is available"
+            assert (await ask(session, url))[0] == 503
+
+    run(story())
+
+
+def test_engines_tell_their_role_and_place_wherever_they_are_listed(tmp_path):
+    async def story():
+        async with scripted_pools(1, 2) as pools, routed(pools, tmp_path / "j") as (router, session, url):
+            while any(instance.polled_s is None for instance in router.instances):
+                await asyncio.sleep(0.02)
+            told = (await get(session, url, "/instances"))[1]["instances"]
+            assert [each["role"] for each in told] == ["prefill", "decode", "decode"]
+            assert [each.get("prefill_instance") for each in told] == [0, None, None]
+            assert [each.get("decode_instance") for each in told] == [None, 0, 1]
+            assert all(each["poll_age_s"] < 1.0 and "status_age_s" not in each for each in told)
+            status, one = await get(session, url, "/instances/2")
+            assert (status, one["instance"], one["decode_instance"]) == (200, 2, 1)
+            assert (await get(session, url, "/instances/3"))[0] == 404
+            async with session.get(url + "/metrics") as answer:
+                text = await answer.text()
+            for index, role in enumerate(("prefill", "decode", "decode")):
+                assert f'astrolabe_instance_available{{instance="{index}",role="{role}"}} 1.0' in text
+
+    run(story())
+
+
+@pytest.mark.parametrize("given", [None, ""])
+def test_who_names_no_model_gets_the_one_that_is_served(tmp_path, given):
+    async def story():
+        async with scripted_pools(1, 1) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
+            _, session, url = found
+            assert (await ask(session, url, model=given))[0] == 200
+            assert prefill[0].seen[0]["model"] == decode[0].seen[0]["model"] == MODEL
+
+    run(story())
+
+
+def test_a_measured_run_keeps_both_engines_of_every_request_numbered_in_their_pools(tmp_path):
+    async def story():
+        async with scripted_pools(2, 2) as pools, routed(pools, tmp_path / "j") as (router, _, url):
+            frame = await bench.drive(url, trace, bench.Load(MODEL), keep=tmp_path / "rows")
+            router.instances[0].draining = router.instances[1].draining = True
+            alone = await bench.drive(url, trace, bench.Load(MODEL))
+            kept = json.loads((tmp_path / "rows").read_text().splitlines()[1])
+            return frame, alone, kept
+
+    trace = pd.DataFrame({"rid": range(8), "arrived_s": 0.0, "prompt_tokens": 10, "output_tokens": 5})
+    frame, alone, kept = run(story())
+    assert set(frame["prefill_instance"]) == {0, 1} == set(frame["decode_instance"])
+    assert (frame["instance"] == frame["decode_instance"] + 2).all()
+    assert kept["prefill_instance"] in (0, 1) and set(alone["prefill_instance"]) == {-1}
 
 
 def test_a_router_of_pools_needs_both_pools_and_constants(tmp_path):

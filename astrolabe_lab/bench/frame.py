@@ -14,14 +14,16 @@ if TYPE_CHECKING:
 LATENESS_SHARE = 0.01  # of the TTFT SLO: past this at the 99th percentile a run is invalid
 FIELDS = (
     "scheduled_s", "sent_s", "first_token_s", "finished_s", "tokens", "status", "reason", "instance",
-    "predicted_e2e_s", "decision_s", "segment",
+    "prefill_instance", "decode_instance", "predicted_e2e_s", "decision_s", "segment",
 )  # fmt: skip
 
 
 def frame_of(trace: pd.DataFrame, sent: list, load: Load, served: Served) -> pd.DataFrame:
     """The result frame of the requests ``sent``, one row each; ``attrs["validity"]`` says whether to believe it.
 
-    ``prompt_tokens`` are the trace's; ``counted_prompt_tokens`` what the engine said, NaN where it said nothing.
+    ``prompt_tokens`` are the trace's; ``counted_prompt_tokens`` what the engine said, NaN where it said nothing. Of
+    pools, beside ``instance`` (of all engines, prefill first): ``prefill_instance`` and ``decode_instance``, numbered
+    in their pools from 0; -1 where no engine answered, and where the decode engine computed the prompt itself.
     """
     import numpy as np
 
@@ -57,6 +59,8 @@ def frame_of(trace: pd.DataFrame, sent: list, load: Load, served: Served) -> pd.
         segment=columns["segment"],
         counted_prompt_tokens=np.array([s.prompt_tokens for s in sent], dtype=float),
     )
+    if served.pools:
+        frame = frame.assign(**{name: columns[name] for name in ("prefill_instance", "decode_instance")})
     frame = ordered(frame)
     frame.attrs["validity"] = validity(frame, load)
     return frame

@@ -21,7 +21,7 @@ from astrolabe_lab.errors import InputError
 if TYPE_CHECKING:
     import pandas as pd
 
-VERSION = 2
+VERSION = 3
 NAMED = ("rid", "arrived_s", "prompt_tokens", "output_tokens", "predicted_tokens", "slo")
 SECRET = ("api_key",)
 KINDS = {"int": (int,), "float": (int, float), "str": (str,), "int | None": (int, type(None))}  # of JSON
@@ -41,6 +41,8 @@ class Sent:
     status: str = "failed"
     reason: str = ""
     instance: int = -1
+    prefill_instance: int = -1
+    decode_instance: int = -1
     predicted_e2e_s: float = math.nan
     decision_s: float = math.nan
     segment: int = 0

@@ -59,7 +59,7 @@ class Load:
 @dataclass(frozen=True)
 class Served:
     """What a server says of itself: ``longest``: its ``max_model_len``; the rest only a router of ours tells, and one
-    that tells nothing (``router`` False) may be an engine."""
+    that tells nothing (``router`` False) may be an engine; ``pools``: "P+D" of a router of prefill and decode."""
 
     longest: int
     router: bool = False
@@ -67,6 +67,7 @@ class Served:
     time_scale: float | None = None
     policy: str = ""
     seed: int = 0
+    pools: str | None = None
 
 
 async def ask_served(client, url: str, model: str, headers: dict | None = None) -> Served:

@@ -150,5 +150,7 @@ class _Sending:
 
 def _read_headers(record: Sent, headers) -> None:
     record.instance = int(headers.get("X-Astrolabe-Instance", -1))
+    record.prefill_instance = int(headers.get("X-Astrolabe-Prefill-Instance", -1))
+    record.decode_instance = int(headers.get("X-Astrolabe-Decode-Instance", -1))
     record.predicted_e2e_s = float(headers.get("X-Astrolabe-Predicted-E2E-S", "nan"))
     record.decision_s = float(headers.get("X-Astrolabe-Decision-Ms", "nan")) / 1e3

@@ -181,20 +181,18 @@ class DriftMonitor:
         """Prometheus families: how much was observed of every instance, its ratio where anything was, its alarm."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+        names = list(self._instances[0].labels)
         observed = CounterMetricFamily(
-            "astrolabe_step_drift_observed", "Steps or stretches compared with the calibration", labels=["instance"]
+            "astrolabe_step_drift_observed", "Steps or stretches compared with the calibration", labels=names
         )
-        ratio = GaugeMetricFamily(
-            "astrolabe_step_drift_ratio", "Observed over calibrated step time", labels=["instance"]
-        )
-        alarm = GaugeMetricFamily(
-            "astrolabe_step_drift_alarm", "1: the calibration no longer holds", labels=["instance"]
-        )
-        for index, watch in self.watches.items():
-            observed.add_metric([str(index)], watch.observed)
+        ratio = GaugeMetricFamily("astrolabe_step_drift_ratio", "Observed over calibrated step time", labels=names)
+        alarm = GaugeMetricFamily("astrolabe_step_drift_alarm", "1: the calibration no longer holds", labels=names)
+        for instance in self._instances:
+            watch, labels = self.watches[instance.index], list(instance.labels.values())
+            observed.add_metric(labels, watch.observed)
             if watch.observed:
-                ratio.add_metric([str(index)], watch.ratio)
-            alarm.add_metric([str(index)], int(watch.alarm))
+                ratio.add_metric(labels, watch.ratio)
+            alarm.add_metric(labels, int(watch.alarm))
         return observed, ratio, alarm
 
 

@@ -126,9 +126,9 @@ class Counters:
                 ("gauge_faults", "Failed reads of the engine's metrics", lambda i: i.gauge_faults),
                 ("restarts", "Restarts of the engine seen", lambda i: i.restarts),
             ):
-                gauge = GaugeMetricFamily(f"astrolabe_instance_{name}", text, labels=["instance"])
+                gauge = GaugeMetricFamily(f"astrolabe_instance_{name}", text, labels=list(router.instances[0].labels))
                 for instance in router.instances:
-                    gauge.add_metric([str(instance.index)], value(instance))
+                    gauge.add_metric(list(instance.labels.values()), value(instance))
                 yield gauge
 
         registry = CollectorRegistry(auto_describe=False)

@@ -31,7 +31,8 @@ class Instance:
     """An upstream engine.
 
     ``status_path``: the file of its published status (engines of ours); without it, and while it cannot be believed,
-    the status is ``reckoned`` from the router's own ledger. ``predictor``: None where nobody predicts for it.
+    the status is ``reckoned`` from the router's own ledger. ``predictor``: None where nobody predicts for it. Of pools:
+    ``role``: prefill or decode, ``place``: its number in its pool, ``polled_s``: when its occupancy was last read.
     """
 
     index: int
@@ -43,6 +44,9 @@ class Instance:
     breaker: Breaker = field(default_factory=Breaker)
     health: Health = field(default_factory=Health)
     draining: bool = False
+    role: str | None = None
+    place: int = 0
+    polled_s: float | None = None
     status_faults: int = 0  # reads of the published status that failed, or gave none that can be believed
     restarts: int = 0  # of the engine, as its published status shows them
     gauges: Gauges = field(default_factory=Gauges)  # the engine's own, as last asked for
@@ -50,6 +54,11 @@ class Instance:
     gauge_faults: int = 0  # answers at /metrics that told nothing
     _reader: StatusReader | None = field(default=None, repr=False)
     _epoch: tuple | None = field(default=None, repr=False)
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What tells it from others in metrics."""
+        return {"instance": str(self.index)} | ({"role": self.role} if self.role else {})
 
     def available(self, now_s: float) -> bool:
         """Whether it gets requests; one that has failed is tried again only once a probe has found it well."""

@@ -25,6 +25,7 @@ class Pages:
         app.router.add_get("/health", self.healthz)
         app.router.add_get("/metrics", self.metrics)
         app.router.add_get("/instances", self.instances)
+        app.router.add_get("/instances/{index}", self.instance)
         app.router.add_post("/instances/{index}", self.drain)
 
     async def models(self, http: web.Request) -> web.Response:
@@ -36,19 +37,11 @@ class Pages:
             {"id": m, "object": "model", "created": 0, "owned_by": "astrolabe", "max_model_len": longest}
             for m in router.models
         ]
-        about = {
-            "source": router.source, "time_scale": router.time_scale, "policy": router.policy_name, "seed": router.seed,
-        }  # fmt: skip
-        return web.json_response({"object": "list", "data": entries, "astrolabe": about})
+        return web.json_response({"object": "list", "data": entries, "astrolabe": router.about})
 
     async def healthz(self, http: web.Request) -> web.Response:
-        router = self._router
-        now_s = router.now_s()
-        available = sum(instance.available(now_s) for instance in router.instances)
-        ok = available > 0 and not router.draining
-        return web.json_response(
-            {"ok": ok, "available": available, "engines": len(router.instances)}, status=200 if ok else 503
-        )
+        told = self._router.health(self._router.now_s())
+        return web.json_response(told, status=200 if told["ok"] else 503)
 
     async def metrics(self, http: web.Request) -> web.Response:
         return web.Response(body=self._router.counters.exposition(self._router), content_type="text/plain")
@@ -59,15 +52,18 @@ class Pages:
         now_s = self._router.now_s()
         return web.json_response({"instances": [_describe(each, now_s) for each in self._router.instances]})
 
+    async def instance(self, http: web.Request) -> web.Response:
+        """One engine as the router sees it."""
+        check_key(self._router.api_key, http.headers.get("authorization"))
+        return web.json_response(_describe(self._asked_for(http), self._router.now_s()))
+
     async def drain(self, http: web.Request) -> web.Response:
         """``{"draining": true}``: the engine gets no more requests, those it has go on; false: it does again.
 
         JSON is asked for by name, so that no web page that somebody visits can do it.
         """
         check_key(self._router.api_key, http.headers.get("authorization"))
-        index = http.match_info["index"]
-        if index not in map(str, range(len(self._router.instances))):
-            raise Refusal(404, f"there is no instance {index!r:.40}; they are 0..{len(self._router.instances) - 1}")
+        instance = self._asked_for(http)
         if http.content_type != "application/json":
             raise Refusal(415, "send application/json")
         try:
@@ -76,15 +72,26 @@ class Pages:
             raise Refusal(400, "the body is not JSON") from None
         if not isinstance(told, dict) or set(told) != {"draining"} or not isinstance(told["draining"], bool):
             raise Refusal(400, 'send {"draining": true} or {"draining": false}')
-        instance = self._router.instances[int(index)]
         instance.draining = told["draining"]
         return web.json_response(_describe(instance, self._router.now_s()))
+
+    def _asked_for(self, http: web.Request):
+        index = http.match_info["index"]
+        if index not in map(str, range(len(self._router.instances))):
+            raise Refusal(404, f"there is no instance {index!r:.40}; they are 0..{len(self._router.instances) - 1}")
+        return self._router.instances[int(index)]
 
 
 def _describe(instance, now_s: float) -> dict:
     status, source = instance.status(now_s)
+    age = {"status_age_s": max(0.0, now_s - status.taken_s)}
+    pool = {}
+    if instance.role:  # an idle engine publishes nothing new: what a policy goes by is as old as its last poll
+        age = {"poll_age_s": None if instance.polled_s is None else max(0.0, now_s - instance.polled_s)}
+        pool = {"role": instance.role, f"{instance.role}_instance": instance.place}
     return {
         "instance": instance.index,
+        **pool,
         "url": instance.url,
         "available": instance.available(now_s),
         "healthy": instance.health.healthy,
@@ -95,7 +102,7 @@ def _describe(instance, now_s: float) -> dict:
         "waiting": status.waiting,
         "free_blocks": status.free_blocks,
         "status_from": source,
-        "status_age_s": max(0.0, now_s - status.taken_s),
+        **age,
         "restarts": instance.restarts,
     }
 

@@ -104,6 +104,20 @@ class Router:
     def counters(self) -> Counters:
         return self.records.counters
 
+    @property
+    def about(self) -> dict:
+        """What it tells its clients of itself."""
+        return {"source": self.source, "time_scale": self.time_scale, "policy": self.policy_name, "seed": self.seed}
+
+    def health(self, now_s: float) -> dict:
+        """``ok``: whether it can serve a request now; how many engines are ``available``, of how many; ``note``: why it
+        cannot, or cannot as usual."""
+        available = sum(instance.available(now_s) for instance in self.instances)
+        told = {"ok": available > 0 and not self.draining, "available": available, "engines": len(self.instances)}
+        if not told["ok"]:
+            told["note"] = "the router is shutting down" if self.draining else "no engine is available"
+        return told
+
     def watch_drift(self, cost) -> None:
         """Compare the steps of all instances with the calibrated ``cost`` while it runs: gauges, an alarm."""
         from astrolabe_lab.calibrate.drift import DriftMonitor

@@ -17,7 +17,8 @@ FAILED_S = 2.0  # modelled s between two askings
 
 @dataclass
 class Occupancy:
-    """``rows``: an element of POLLED for each instance, as last read; ``every_s``: modelled seconds between polls.
+    """``rows``: an element of POLLED for each instance, numbered in its pool, as last read; ``every_s``: modelled
+    seconds between polls.
 
     A published status costs a read of shared memory; ``/metrics`` of a stock engine costs it milliseconds of its server
     each time. An engine that does not answer keeps its last row, whose ``taken_s`` tells its age.
@@ -35,13 +36,8 @@ class Occupancy:
         self.rows = np.zeros(len(self.instances), POLLED)
         self.rows["taken_s"] = -np.inf
         for row, instance in zip(self.rows, self.instances, strict=True):
-            row["instance"] = instance.index
+            row["instance"] = instance.place
             row["capacity_tokens"] = instance.engine.usable_blocks * instance.engine.block_size
-
-    def number(self, n_prefill: int) -> None:
-        """Number the engines within their pools: the first ``n_prefill`` and the others from 0 each."""
-        index = np.arange(len(self.rows))
-        self.rows["instance"] = np.where(index < n_prefill, index, index - n_prefill)
 
     async def run(self, session: aiohttp.ClientSession) -> None:
         """Until cancelled; no answer of an engine ends it."""
@@ -95,5 +91,6 @@ class Occupancy:
 
     def _set(self, at: int, taken_s: float, used_blocks: int, running: int, waiting: int) -> None:
         row = self.rows[at]
+        self.instances[at].polled_s = self.now_s()
         row["taken_s"], row["used_tokens"] = taken_s, used_blocks * self.instances[at].engine.block_size
         row["running"], row["waiting"] = running, waiting

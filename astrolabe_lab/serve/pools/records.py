@@ -39,10 +39,11 @@ class PoolCounters(Counters):
         ):
             yield CounterMetricFamily(f"astrolabe_{name}", text, value=getattr(self, name))
         failed = CounterMetricFamily(
-            "astrolabe_failed_transfers", "KV transfers that failed, as the engine counts them", labels=["instance"]
-        )
+            "astrolabe_failed_transfers", "KV transfers that failed, as the engine counts them",
+            labels=list(router.instances[0].labels),
+        )  # fmt: skip
         for at, count in router.occupancy.failed.items():
-            failed.add_metric([str(at)], count)
+            failed.add_metric(list(router.instances[at].labels.values()), count)
         yield failed
 
 

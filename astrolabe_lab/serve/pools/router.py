@@ -18,6 +18,7 @@ from aiohttp import web
 from astrolabe_lab.disagg.constants import Constants
 from astrolabe_lab.disagg.view import Ledger as PairLedger
 from astrolabe_lab.disagg.view import PoolsView, check_pair
+from astrolabe_lab.engines.cluster_file import ROLES
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.request import Request
 from astrolabe_lab.serve.answers import given_up
@@ -51,13 +52,15 @@ class PoolRouter(Router):
             raise InputError(f"{self.n_prefill} of {len(self.instances)} engines for prefill leave no pair")
         if self.constants is None:
             raise InputError("a router of pools prices with constants: give a calibration, or constants from elsewhere")
+        for role, pool in zip(ROLES, (self.prefill_pool, self.decode_pool), strict=True):
+            for place, instance in enumerate(pool):
+                instance.role, instance.place = role, place
         self.pairs = PairLedger()
         self.records = PoolRecords(
             self.now_s, self.policy_name, self.journal, self.keep_prompts, PoolCounters(), n_prefill=self.n_prefill
         )
         self.records.begin_pools(self)
         self.occupancy = Occupancy(self.instances, self.now_s, self.time_scale, self.poll_s)
-        self.occupancy.number(self.n_prefill)
         self._releases: set[asyncio.Task] = set()
 
     @property
@@ -67,6 +70,20 @@ class PoolRouter(Router):
     @property
     def decode_pool(self) -> list[Instance]:
         return self.instances[self.n_prefill :]
+
+    @property
+    def about(self) -> dict:
+        return super().about | {"pools": f"{len(self.prefill_pool)}+{len(self.decode_pool)}"}
+
+    def health(self, now_s: float) -> dict:
+        told = super().health(now_s)
+        prefill, decode = (sum(i.available(now_s) for i in pool) for pool in (self.prefill_pool, self.decode_pool))
+        told |= {"prefill_available": prefill, "decode_available": decode}
+        if told["ok"] and not decode:
+            told |= {"ok": False, "note": "no decode engine is available"}
+        elif told["ok"] and not prefill:
+            told |= {"note": "no prefill engine is available: decode engines compute prompts themselves"}
+        return told
 
     def warm_up(self) -> None:
         """Compile and import what decisions need, before the first request would wait for it."""
