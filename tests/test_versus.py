@@ -52,8 +52,9 @@ def test_more_is_better_for_throughput_and_less_for_latency(many):
 
 def test_summaries_compare_as_their_requests_do(many):
     a, b = many
-    from_requests = compare(a, b, slo=SLO(ttft_s=1.0))
-    from_runs = compare(summarise(a), summarise(b))
+    slo = SLO(ttft_s=1.0)
+    from_requests = compare(a, b, slo=slo)
+    from_runs = compare(summarise(a, slo=slo), summarise(b, slo=slo))
     pd.testing.assert_frame_equal(from_requests, from_runs)
 
 
@@ -342,6 +343,90 @@ def test_runs_on_other_requests_are_refused_before_a_is_made_again(files, capsys
     assert cli.main([*words.split(), "--out", str(tmp_path / "b.parquet")]) == 0
     code, _, err = asked(capsys, files / "random" / "0.parquet", tmp_path / "b.parquet")
     assert code == 2 and "A again" not in err
+
+
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory):
+    """Results of simulated pools, under what a router believes, and one of pools whose targets are others."""
+    folder = tmp_path_factory.mktemp("pools")
+    words = "simulate --trace family:mixed --requests 400 --qps 14 --lengths oracle --pools 1+2"
+    for name, more in (
+        ("random", "--policy random"),
+        ("wrong", "--policy marginal_cost --constants paper-simulator"),
+        ("slower", "--policy random --cost base_s=0.02,per_token_s=0.0001"),
+    ):
+        assert cli.main([*words.split(), *more.split(), "--out", str(folder / f"{name}.parquet")]) == 0
+    return folder
+
+
+def test_results_of_pools_are_compared_by_the_goodput_that_was_promised_and_beside_a_made_again(pooled, capsys):
+    code, out, err = asked(capsys, pooled / "random.parquet", pooled / "wrong.parquet", "--json")
+    assert code == 0, err
+    told = {one["metric"]: one for one in json.loads(out)["metrics"]}
+    share = told["goodput_share"]
+    for side, name in (("a", "random"), ("b", "wrong")):
+        kept = pd.read_parquet(pooled / f"{name}.parquet").attrs["astrolabe"]["goodput_share"]
+        assert share[side] == pytest.approx(kept), "by what is true of the pools, whatever the router believes"
+    assert share["aa_policy_pct"] not in (None, 0.0) and share["aa_arrivals_pct"] not in (None, 0.0)
+    code, out, _ = asked(capsys, pooled / "random.parquet", pooled / "wrong.parquet", "--metrics", "goodput_share")
+    assert code == 0 and "goodput_share" in out
+
+
+def test_goodput_by_different_promises_or_by_none_asks_for_an_slo(files, pooled, capsys):
+    both = (pooled / "random.parquet", pooled / "slower.parquet")
+    code, _, err = asked(capsys, *both)
+    assert code == 2 and "A TTFT 0.175 s, TPOT 0.0397 s, loose 3x; B TTFT" in err and "give those" in err
+    for words in (("--slo", "ttft_s=0.2"), ("--metrics", "ttft_p99_s")):
+        assert asked(capsys, *both, "--no-rerun", *words)[0] == 0
+    code, _, err = asked(capsys, files / "random", files / "least_loaded", "--metrics", "goodput_share")
+    assert code == 2 and "--metrics goodput_share: runs tell no targets" in err and err.count("\n") == 1
+
+
+def test_a_result_of_pools_made_again_is_the_same_and_has_other_luck_and_arrivals(pooled):
+    frame = pd.read_parquet(pooled / "wrong.parquet")
+    same = rerun(frame)
+    for name in ("arrived_s", "finished_s", "prefill_instance", "decode_instance"):
+        np.testing.assert_array_equal(same[name], frame[name])
+    frame = pd.read_parquet(pooled / "random.parquet")
+    luck, others = rerun(frame, policy_seed=77), rerun(frame, seed=77)
+    np.testing.assert_array_equal(luck["arrived_s"], frame["arrived_s"])
+    assert (luck["decode_instance"] != frame["decode_instance"]).any()
+    assert (others["arrived_s"].to_numpy() != frame["arrived_s"].to_numpy()).all()
+
+
+def test_the_second_run_of_a_policy_in_a_live_grid_is_its_luck(tmp_path, capsys):
+    def runs(policy, shift):
+        frame = summarise(pd.concat([run(policy, seed) for seed in range(3)]), by=["seed"])
+        frame["e2e_mean_s"] *= shift
+        return frame.assign(policy=policy, qps=8.0, source="emulated", goodput_share=0.5 * shift)
+
+    once, rival = runs("random", 1.0), runs("least_loaded", 1.2)
+    twice = runs("random", 1.1).assign(policy="random (again)")
+    words = (tmp_path, tmp_path, "--policy-a", "random", "--policy-b", "least_loaded")
+    pd.concat([once, rival, twice]).to_parquet(tmp_path / "summary.parquet")
+    code, out, _ = asked(capsys, *words, "--json")
+    told = {one["metric"]: one for one in json.loads(out)["metrics"]}
+    assert code == 0 and told["e2e_mean_s"]["aa_policy_pct"] == pytest.approx(10)
+    assert told["goodput_share"]["b"] == pytest.approx(0.6)
+    pd.concat([once, rival, twice.head(2)]).to_parquet(tmp_path / "summary.parquet")
+    code, out, _ = asked(capsys, *words)
+    assert code == 0 and "No A/A row of luck" in out
+
+
+@pytest.mark.parametrize(
+    ("kinds", "said"),
+    [
+        (["over seeds"], "intervals are over seeds"),
+        (["none: one seed, a short run", "none: one seed"],
+         "no intervals: a single run that is short gives none, several seeds do"),
+        (["over tenths of one run", "none: one seed"],
+         "intervals are over tenths of one run, and for other rows a single run gives none, several seeds do"),
+    ],
+)  # fmt: skip
+def test_where_intervals_come_from_is_one_plain_sentence(kinds, said):
+    from astrolabe_lab.cli.compare import _intervals
+
+    assert _intervals(pd.DataFrame({"interval": kinds})) == said
 
 
 # --- making a result again ----------------------------------------------------------------------------------

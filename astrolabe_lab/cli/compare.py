@@ -20,7 +20,8 @@ DETAILS = (
     "its summary.parquet). Runs are paired by rate and seed and must have served the same requests at the same times. "
     "Each difference is B - A, with an interval, p corrected for the number of rows, and the seeds needed to see a "
     "difference of 2 %. A/A says how far A lies from itself: on the same requests with other draws of the router "
-    "(luck), and with other arrivals. Results that say how they were made are simulated again for that."
+    "(luck), and with other arrivals. Results that say how they were made are simulated again for that; a grid on live "
+    "pools ran its first policy twice, which is its luck."
 )
 LUCK_SEED, ARRIVALS_SEED = 1_000_003, 2_000_003  # far from the seeds that people count from 0
 
@@ -37,7 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--where-b", **where, help="the same of B alone")
     parser.add_argument("--again", metavar="FILE", help="A once more, made with another --policy-seed")
     parser.add_argument("--metrics", metavar="NAME,...", help="columns of the summary (default: the usual ones)")
-    parser.add_argument("--slo", metavar="key=value,...", help="adds goodput: ttft_s, tpot_s, e2e_s, loose_factor")
+    parser.add_argument(
+        "--slo",
+        metavar="key=value,...",
+        help="adds goodput: ttft_s, tpot_s, e2e_s, loose_factor (default: of simulated pools, their own targets)",
+    )
     parser.add_argument("--level", type=float, default=0.95, help="of intervals and tests (default: 0.95)")
     parser.add_argument(
         "--effect-pct", type=float, default=2.0, metavar="PCT", help="the difference that seeds are counted for (2)"
@@ -55,13 +60,19 @@ def compare(args: argparse.Namespace) -> tuple[dict, str]:
     if not (math.isfinite(args.effect_pct) and args.effect_pct > 0):
         raise InputError(f"--effect-pct {args.effect_pct} is not a number > 0")
     sides = {name: _load(path, policy, where) for name, path, policy, where in _sides(args)}
-    again = {"policy": _joined(_load(args.again, args.policy_a, args.where + args.where_a))} if args.again else {}
     metrics = None if args.metrics is None else list(filter(None, map(str.strip, args.metrics.split(","))))
     if metrics == []:
         raise InputError(f"--metrics {args.metrics!r} names no metric: give columns of the summary, as in ttft_p99_s")
-    if slo and metrics is None:
-        metrics = [*measure.COMPARED, "goodput_rps", "goodput_share"]
+    goodputs = [name for name in metrics or () if name.startswith("goodput")]
+    if slo is None and (metrics is None or goodputs):
+        slo = _promised(sides)
     a, b = (_joined(frames) for frames in sides.values())
+    if slo is None and any(name not in frame for name in goodputs for frame in (a, b)):
+        raise InputError(
+            f"--metrics {goodputs[0]}: runs tell no targets to count goodput by: give --slo, as in "
+            "ttft_s=0.175,tpot_s=0.0397"
+        )
+    again = _given_again(args, a)
     options = {"metrics": metrics, "slo": slo, "level": args.level, "effect_pct": args.effect_pct}
     found = measure.compare(a, b, again=again, **options)
     made = {} if args.no_rerun else _made_again(sides["A"])  # what is wrong with A and B has been said by now
@@ -166,6 +177,44 @@ def _only(frame: pd.DataFrame, where: list[str], file: Path) -> pd.DataFrame:
     return frame
 
 
+def _promised(sides: dict[str, list[pd.DataFrame]]):
+    """The targets that the runs themselves tell; None where some tell none. Raises InputError where they differ."""
+    from astrolabe_lab.rerun import promised
+
+    found = {name: {promised(frame) for frame in frames} for name, frames in sides.items()}
+    targets = found["A"] | found["B"]
+    if len(targets - {None}) > 1:
+        told = "; ".join(f"{name} {' and '.join(map(_targets, slos))}" for name, slos in found.items())
+        raise InputError(
+            f"runs promised their requests different targets ({told}): give those to count goodput by, as in --slo "
+            "ttft_s=0.175,tpot_s=0.0397, or --metrics without goodput"
+        )
+    return None if None in targets else targets.pop()
+
+
+def _targets(slo) -> str:
+    if slo is None:
+        return "none told"
+    return f"TTFT {slo.ttft_s:g} s, TPOT {slo.tpot_s:g} s, loose {slo.loose_factor:g}x"
+
+
+def _given_again(args, a: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    """A once more without a simulation: the file that --again names, or the second run of A's policy beside it."""
+    from astrolabe_lab.disagg.compare import AGAIN
+
+    if args.again:
+        return {"policy": _joined(_load(args.again, args.policy_a, args.where + args.where_a))}
+    runs = ["qps", "seed"]
+    if "policy" not in a or not {*runs} <= {*a}:
+        return {}
+    try:
+        twice = _joined(_load(args.a, f"{a['policy'].iloc[0]} ({AGAIN})", args.where + args.where_a))
+    except InputError:  # it has no such runs: what else could be wrong with it was said when A itself was read
+        return {}
+    # Where the grid has not ended, some are missing.
+    return {"policy": twice} if set(twice[runs].itertuples(index=False)) == set(a[runs].itertuples(index=False)) else {}
+
+
 def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
     """One frame of all runs; a result made at a rate gets it as a column."""
     import pandas as pd
@@ -223,10 +272,9 @@ def _text(found: pd.DataFrame, names: list[str], args) -> str:
         needed = row["seeds_needed"]
         line += f"{'-' if math.isnan(needed) else '>10^6' if math.isinf(needed) else f'{needed:,.0f}':>7}"
         lines.append(line.rstrip())
-    kinds = "; ".join(dict.fromkeys(found["interval"]))
     lines += [
         "",
-        f"{seeds} seed{'s' * (seeds > 1)}; intervals: {kinds}; p corrected for the {len(found)} rows (Holm).",
+        f"{seeds} seed{'s' * (seeds > 1)}; {_intervals(found)}; p corrected for the {len(found)} rows (Holm).",
         "A/A: A against itself, on the same requests with other draws of the router (luck), and with other arrivals.",
         f"seeds: needed to see a difference of {args.effect_pct:g} % with 80 % power, corrected for the rows.",
     ]
@@ -243,6 +291,17 @@ def _text(found: pd.DataFrame, names: list[str], args) -> str:
             " another --policy-seed (in a sweep: the key policy_seed)."
         )
     return "\n".join(lines)
+
+
+def _intervals(found: pd.DataFrame) -> str:
+    """What the intervals are of, and why some rows, or all, have none."""
+    kinds = dict.fromkeys(found["interval"])
+    some = [kind for kind in kinds if not kind.startswith("none")]
+    if len(some) == len(kinds):
+        return f"intervals are {' or '.join(some)}"
+    why = [word for word in ("short", "past capacity") if any(word in kind for kind in kinds)]
+    none = f"a single run{' that is ' * bool(why)}{' or '.join(why)} gives none, several seeds do"
+    return f"intervals are {' or '.join(some)}, and for other rows {none}" if some else f"no intervals: {none}"
 
 
 def _number(value: float) -> str:

@@ -185,6 +185,7 @@ def _simulate_pools(args, out):
     from astrolabe_lab import length, result
     from astrolabe_lab.disagg.simulate import paper_world
     from astrolabe_lab.measure import summarise
+    from astrolabe_lab.sweep.identity import code
 
     preset = None
     engine, cost = paper_world()
@@ -198,7 +199,7 @@ def _simulate_pools(args, out):
     frame, own, lines = pools.simulate(args, requests, engine, cost, preset, _Progress())
     named = "trace qps arrivals alpha lengths policy seed policy_seed".split()
     settings = {name: getattr(args, name) for name in named} | own
-    settings |= {"engine": dataclasses.asdict(engine), "cost": cost.to_dict()}
+    settings |= {"engine": dataclasses.asdict(engine), "cost": cost.to_dict(), "code": code()}
     result.save(frame, out, **settings)
     summary = summarise(frame, by=()).to_dict("records")[0]
     table = _table(args, engine, preset, summary, own["wall_s"], out).splitlines()

@@ -22,6 +22,7 @@ METRICS = (
     *("ttft_mean_s", "ttft_p99_s", "ttft_p99_all_s", "tpot_mean_s", "e2e_mean_s", "e2e_p99_s"),
     *("e2e_per_token_mean_s", "throughput_rps", "preemptions"),
 )
+PROMISED = ("goodput_rps", "goodput_share")  # beside them, where targets are known
 KINDS = {"policy": "same requests, other luck of the router", "arrivals": "other arrivals"}
 OF_LUCK = "over the router's luck alone: every seed has the same requests at the same times"
 TENTHS = 10
@@ -67,7 +68,7 @@ def compare(
     """
     a, b = _Side("A", a, slo), _Side("B", b, slo)
     if metrics is None:
-        metrics = [name for name in METRICS if a.knows(name) and b.knows(name)]
+        metrics = [name for name in (*METRICS, *PROMISED) if a.knows(name) and b.knows(name)]
         metrics += ["ok"] * (a.lost > 0 or b.lost > 0)
     metrics = list(dict.fromkeys(metrics))
     for side in (a, b):
