@@ -6,7 +6,7 @@ import pytest
 
 import astrolabe_lab as lab
 from astrolabe_lab.cli import main
-from astrolabe_lab.disagg import compare, definitions, published, saturation, studies
+from astrolabe_lab.disagg import compare, definitions, figures, published, saturation, studies
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.sweep import Grid
 from astrolabe_lab.sweep.plan import planned
@@ -133,6 +133,41 @@ def test_gains_are_points_over_the_baseline_with_intervals_that_hold_them():
     assert row["low"] < row["mean"] < row["high"]
     assert compare.shown(compare.gains(summary, "a", by=["qps"]), "qps").loc["b", 1.0] == compare.told(row) + " *"
     assert compare.gains(summary, "a", scale=1e3).iloc[0]["mean"] == pytest.approx(10 * row["mean"])
+
+
+def test_decode_slopes_are_told_apart_in_every_table_and_figure():
+    runs = pd.concat(
+        rows_of({"a": [0.7, 0.8, 0.75], "b": [0.72, 0.83, 0.77]}).assign(decode_slope_s=slope_s)
+        for slope_s in studies.SLOPES_S
+    )
+    in_ms, by = [0.055, 0.2, 0.4], ["decode_slope_s", "policy"]
+    table = compare.means(runs, by).assign(mean=0.12345)
+    assert compare.rounded(table)[compare.SLOPE].tolist() == [ms for ms in in_ms for _ in "ab"]
+    assert compare.rounded(table)["mean"].tolist() == [0.123] * 6
+    for indexed in (compare.rounded(table.set_index(by)), compare.several(runs, by, ["goodput_share"])):
+        assert indexed.index.unique(compare.SLOPE).tolist() == in_ms
+    above = compare.gains(runs, "a", ["decode_slope_s"])
+    assert compare.shown(above, "decode_slope_s").columns.tolist() == in_ms
+    assert (
+        compare.rounded(above.pivot(index="policy", columns="decode_slope_s", values="mean")).columns.tolist() == in_ms
+    )
+    for figure in (
+        figures.goodput(table, "policy", "policy", facet="decode_slope_s"),
+        figures.differences(above, "a", facet="decode_slope_s"),
+        figures.tails(table.assign(at_s=2.5, ttft_s=0.1), facet="decode_slope_s"),
+    ):
+        assert [panel.text for panel in figure.layout.annotations] == [f"{ms:g} ms a stream" for ms in in_ms]
+        assert figure.layout.title.text
+
+
+def test_a_table_with_columns_of_two_kinds_has_the_first_kind_in_one_piece():
+    runs = pd.concat(
+        rows_of({"a": [0.7, 0.8, 0.75], "b": [0.72, 0.83, 0.77]}).assign(qps=qps, poll_s=poll_s)
+        for qps in (6.0, 9.0)
+        for poll_s in (0.05, 1.0)
+    )
+    table = compare.shown(compare.gains(runs, "a", ["poll_s", "qps"]), ["poll_s", "qps"])
+    assert table.columns.tolist() == [(0.05, 6.0), (0.05, 9.0), (1.0, 6.0), (1.0, 9.0)]
 
 
 def test_a_table_of_several_metrics_has_the_interval_of_each():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 GOODPUT = "goodput_share"
 AGAIN = "again"  # what the second run of a policy is called, in brackets
+SLOPE_S, SLOPE = "decode_slope_s", "decode slope (ms a stream)"
 
 
 def winners(summary: pd.DataFrame, by: Sequence[str] = (), metric: str = GOODPUT) -> pd.DataFrame:
@@ -74,10 +75,33 @@ def told(row) -> str:
     return f"{row['mean']:+.1f} [{row['low']:+.1f}, {row['high']:+.1f}]"
 
 
+def slope(slope_s: float) -> str:
+    """A decode slope in words."""
+    return f"{_ms(slope_s):g} ms a stream"
+
+
+def rounded(table: pd.DataFrame, digits: int = 3) -> pd.DataFrame:
+    """``table`` for the eye: numbers to ``digits`` places, and decode slopes (a column, or a level of the index or of
+    the columns) in ms and whole, for in seconds they would all be 0.0."""
+    whole = table.get(SLOPE_S)
+    table = table.round(digits)
+    if whole is not None:
+        table = table.assign(**{SLOPE_S: whole.map(_ms)}).rename(columns={SLOPE_S: SLOPE})
+    for axis in ("index", "columns"):
+        if SLOPE_S in getattr(table, axis).names:
+            table = table.rename(**{axis: _ms}, level=SLOPE_S).rename_axis(**{axis: {SLOPE_S: SLOPE}})
+    return table
+
+
+def _ms(slope_s: float) -> float:
+    return round(1e3 * slope_s, 9)
+
+
 def shown(found: pd.DataFrame, columns: str | list[str], rows: str | list[str] = "policy") -> pd.DataFrame:
-    """Rows of ``gains`` as a table of ``told``, with a star where the difference is clear."""
+    """Rows of ``gains`` as a table of ``told``, with a star where the difference is clear; columns are sorted by the
+    first of ``columns``, then the next."""
     texts = [told(row) + " *" * bool(row["clear"]) for row in found.to_dict("records")]
-    return found.assign(text=texts).pivot(index=rows, columns=columns, values="text")
+    return rounded(found.assign(text=texts).pivot(index=rows, columns=columns, values="text").sort_index(axis=1))
 
 
 def means(summary: pd.DataFrame, by: Sequence[str], metric: str = GOODPUT) -> pd.DataFrame:
@@ -98,7 +122,7 @@ def several(summary: pd.DataFrame, by: Sequence[str], metrics: Sequence[str]) ->
     for metric in metrics:
         table = means(summary, by, metric).set_index(list(by))
         texts[metric] = [f"{row.mean:.4g} [{row.low:.4g}, {row.high:.4g}]" for row in table.itertuples()]
-    return pd.DataFrame(texts, index=table.index)
+    return rounded(pd.DataFrame(texts, index=table.index))
 
 
 def beside(live: pd.DataFrame, simulated: pd.DataFrame, metric: str = GOODPUT) -> pd.DataFrame:

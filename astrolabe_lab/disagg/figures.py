@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from astrolabe_lab.disagg.compare import SLOPE_S, slope
+
 if TYPE_CHECKING:
     import pandas as pd
     import plotly.graph_objects as go
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 def goodput(table: pd.DataFrame, x: str, label: str, facet: str | None = None, color: str = "policy") -> go.Figure:
     """Mean goodput in % over ``x``, a line a policy with its 95 % interval; ``table`` as ``compare.means`` makes it.
 
-    ``facet``: a column whose values get a panel each. ``label``: what the x axis says.
+    ``facet``: a column whose values get a panel each. ``label``: what the x axis says, with its unit in brackets.
     """
     import plotly.express as px
 
@@ -26,19 +28,22 @@ def goodput(table: pd.DataFrame, x: str, label: str, facet: str | None = None, c
     )  # fmt: skip
     if shown[x].dtype == object:
         figure.update_xaxes(type="category")
-    return figure.update_layout(template="plotly_white", legend_orientation="h", legend_y=-0.25)
+    figure.update_layout(legend_orientation="h", legend_y=-0.25)
+    title = f"Goodput against {label.partition(' (')[0]}"
+    return _titled(figure, title, "means over seeds, with their 95 % intervals", facet)
 
 
-def differences(table: pd.DataFrame, label: str, facet: str | None = None) -> go.Figure:
-    """Points of goodput above a baseline, a bar a policy with its interval; ``table`` as ``compare.gains`` makes it."""
+def differences(table: pd.DataFrame, baseline: str, facet: str | None = None) -> go.Figure:
+    """Points of goodput above ``baseline``, a bar a policy with its interval; ``table``: of ``compare.gains``."""
     import plotly.express as px
 
     shown = table.assign(above=table["high"] - table["mean"], below=table["mean"] - table["low"])
     figure = px.bar(
         shown, x="mean", y="policy", error_x="above", error_x_minus="below", facet_col=facet, orientation="h",
-        labels={"mean": label, "policy": ""},
+        labels={"mean": "points of goodput", "policy": ""},
     )  # fmt: skip
-    return figure.update_layout(template="plotly_white")
+    note = "paired over seeds; all intervals hold together, at 95 %"
+    return _titled(figure, f"Goodput above {baseline}", note, facet)
 
 
 def tails(table: pd.DataFrame, facet: str | None = None) -> go.Figure:
@@ -49,7 +54,8 @@ def tails(table: pd.DataFrame, facet: str | None = None) -> go.Figure:
     shown = table.assign(ms=1e3 * table["ttft_s"])
     labels = {"ms": "P95 TTFT (ms)", "at_s": "arrival (s)", "policy": ""}
     figure = px.line(shown, x="at_s", y="ms", color="policy", facet_col=facet, labels=labels)
-    return figure.update_layout(template="plotly_white", legend_orientation="h", legend_y=-0.25)
+    figure.update_layout(legend_orientation="h", legend_y=-0.25)
+    return _titled(figure, "P95 TTFT against time", "of the requests that arrived in each window", facet)
 
 
 def two_worlds(tables: dict[str, pd.DataFrame]) -> go.Figure:
@@ -72,7 +78,8 @@ def two_worlds(tables: dict[str, pd.DataFrame]) -> go.Figure:
     )
     ends = [shown[["simulated", live]].min(axis=None), shown[["simulated", live]].max(axis=None)]
     figure.add_shape(type="line", x0=ends[0], y0=ends[0], x1=ends[1], y1=ends[1], line={"dash": "dot", "color": "grey"})
-    return figure.update_layout(template="plotly_white", height=480)
+    note = "a point a setting; where both agree it is on the dotted line"
+    return _titled(figure.update_layout(height=480), "Goodput in two worlds", note)
 
 
 def residuals(table: pd.DataFrame, by: str = "service") -> go.Figure:
@@ -82,4 +89,12 @@ def residuals(table: pd.DataFrame, by: str = "service") -> go.Figure:
     shown = table.assign(cell=table["family"] + " · " + table["policy"], points=100 * table["residual"])
     labels = {"points": "simulated minus measured (points of goodput)", "cell": ""}
     figure = px.bar(shown, x="points", y="cell", color=by, barmode="group", orientation="h", labels=labels)
-    return figure.update_layout(template="plotly_white", height=480)
+    return _titled(figure.update_layout(height=480), "How far simulated goodput is from measured", "0: they agree")
+
+
+def _titled(figure: go.Figure, title: str, note: str, facet: str | None = None) -> go.Figure:
+    """``figure`` with its title; panels of decode slopes say them in words."""
+    if facet == SLOPE_S:
+        figure.for_each_annotation(lambda panel: panel.update(text=slope(float(panel.text.partition("=")[2]))))
+    head = {"text": title, "subtitle": {"text": note}}
+    return figure.update_layout(template="plotly_white", title=head, margin_t=100)
