@@ -242,6 +242,20 @@ def test_every_command_has_help_with_an_example(name, capsys):
     assert "--json" in shown
 
 
+def test_help_tells_the_preset_that_engines_and_pools_have_by_default(capsys):
+    from astrolabe_lab.cli.simulate import DEFAULT_PRESET
+    from astrolabe_lab.engines.launch import PRESET
+    from astrolabe_lab.serve.pools.launch import PRESET as OF_POOLS
+
+    shown = {}
+    for name in ("launch", "simulate"):
+        with pytest.raises(SystemExit):
+            cli.main([name, "--help"])
+        shown[name] = " ".join(capsys.readouterr().out.split())
+    assert f"({PRESET}; pools: {OF_POOLS})" in shown["launch"]
+    assert f"default: {DEFAULT_PRESET}; with --pools: the second paper's" in shown["simulate"]
+
+
 # --- when things go wrong -----------------------------------------------------------------------------------
 
 

@@ -36,6 +36,12 @@ def test_the_capacity_comes_as_one_json_object_and_as_a_sentence(capsys, tmp_pat
     assert f"{one['mean_qps']:.2f}" in out
 
 
+def test_pools_are_told_what_finds_their_rate(capsys):
+    code, _, err = asked(capsys, "capacity --trace family:mixed --policy marginal_cost --pools 1+2")
+    assert code == 2 and err.count("\n") == 1 and "a capacity is of whole engines (--instances N)" in err
+    assert "`astrolabe studies`" in err and "disagg.saturation.find" in err
+
+
 def test_a_trace_that_can_never_keep_the_limit_is_refused_with_the_reason(capsys, tmp_path):
     rows = [(100, 20)] * 95 + [(9000, 20)] * 5
     pd.DataFrame(rows, columns=["prompt_tokens", "output_tokens"]).to_csv(tmp_path / "t.csv", index_label="rid")

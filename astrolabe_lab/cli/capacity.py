@@ -20,7 +20,8 @@ DETAILS = (
     "Two capacities: finite(n), of runs of n requests that start in an empty cluster, and sustained, of runs of 30,000 "
     "in which each third keeps the limit and queues do not keep growing. A coarse scan finds the knee, steps of 0.25 "
     "QPS follow; each seed's first crossing is interpolated, and the mean over seeds has an interval. Requests that "
-    "are rejected or fail count as late. With --out every run is kept: the same command goes on where it was ended."
+    "are rejected or fail count as late. With --out every run is kept: the same command goes on where it was ended. "
+    "It is of whole engines; the rates that prefill and decode pools bear are found by `astrolabe studies`."
 )
 
 
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     goes = parser.add_argument_group("where it goes").add_argument
     goes("--policy", required=True, action="append", metavar="NAME[:key=value,...]", help="may be given several times")
     goes("--instances", required=True, type=whole(1), metavar="N", help="number of engines")
+    goes("--pools", type=_no_pools, help=argparse.SUPPRESS)
     cli_simulate.add_engine(goes)
     cli_simulate.add_knowledge(parser)
     search = parser.add_argument_group("the search").add_argument
@@ -122,6 +124,13 @@ def _save(record, table, folder: Path) -> Path:
     result.save(table, folder / "capacity.parquet")
     write_whole(folder / "capacity.json", json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
     return folder / "capacity.json"
+
+
+def _no_pools(text: str):
+    raise argparse.ArgumentTypeError(
+        f"{text}: a capacity is of whole engines (--instances N); the rate at which prefill and decode pools keep a "
+        "share of their targets is found by `astrolabe studies`, or in Python by disagg.saturation.find"
+    )
 
 
 def _range(text: str) -> tuple[float, float]:

@@ -45,7 +45,7 @@ def add_launch(parser: argparse.ArgumentParser) -> None:
         help="how emulated pools hand over: base_s, per_block_s, expiry_s (until prefill gives up blocks that nobody "
         "pulls), fail_share (of pulls)",
     )
-    add("--preset", metavar="NAME", help="model and GPU to emulate (default: llama2-7b-a30)")
+    add("--preset", metavar="NAME", help="model and GPU to emulate (llama2-7b-a30; pools: qwen2.5-3b-a40)")
     add("--engine", default="", metavar="key=value,...", help="change the preset's engine flags, or vLLM's defaults")
     add("--cost", default="", metavar="key=value,...", help="change the preset's step cost; of real engines, theirs")
     add("--time-scale", type=number(above=0), default=1.0, metavar="X", help="wall s per modelled s (default: 1)")

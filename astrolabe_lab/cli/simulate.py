@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     goes("--policy", required=True, metavar="NAME[:key=value,...]", help="`astrolabe policies` lists them")
     goes("--instances", type=whole(1), metavar="N", help="number of engines")
     goes("--pools", metavar="P+D", help="instead: so many prefill and decode engines, such as 2+4")
-    add_engine(goes)
+    add_engine(goes, "with --pools: the second paper's Qwen2.5-3B on A40")
     add_knowledge(parser)
     pools.add_pools(parser)
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="of every random stream (0)")
@@ -67,12 +67,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="FILE", help="the result: .parquet, .csv or .csv.gz")
 
 
-def add_engine(goes) -> None:
-    """Give an option group what says which engines run, read by ``engine_and_cost``."""
+def add_engine(goes, also: str = "") -> None:
+    """Give an option group what says which engines run, read by ``engine_and_cost``. ``also``: another default of
+    --preset, and when."""
+    default = "; ".join(filter(None, (f"default: {DEFAULT_PRESET}", also)))
     goes(
         "--preset",
         metavar="NAME",
-        help=f"step cost and engine of a measured device (default: {DEFAULT_PRESET}, unless --cost is given)",
+        help=f"step cost and engine of a measured device ({default}, unless --cost is given)",
     )
     goes(
         "--engine",
