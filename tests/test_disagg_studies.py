@@ -53,6 +53,18 @@ def test_the_search_ends_between_rates_on_both_sides_of_its_target():
     assert below < above <= 1.1 * below * 1.0001
     assert anchor.qps in (below, above) and anchor.low <= anchor.goodput <= anchor.high
     assert anchor.goodput == pytest.approx(by_rate[anchor.qps])
+    assert anchor.bracket_qps == (below, above)
+
+
+def test_every_rate_that_was_searched_is_told_with_its_bracket_and_how_long_arrivals_last():
+    few = {"target": 0.8, "tolerance": 0.5}
+    of_families, families = saturation.anchors(["chat"], [4e-4], 30, (0,), **few)
+    of_services, services = saturation.service_anchors(["exact"], ["chat"], [4e-4], 30, (0,), targets={}, tolerance=0.5)
+    assert of_families["chat"][4e-4] == families["qps"][0] and of_services["exact", "chat", 4e-4] == services["qps"][0]
+    for row in (families.iloc[0], services.iloc[0]):
+        assert row["qps"] in (row["reached_qps"], row["missed_qps"])
+        assert row["reached_qps"] < row["missed_qps"] <= 1.5 * row["reached_qps"] * 1.0001
+        assert row["arrivals_s"] == pytest.approx(30 / row["qps"])
 
 
 def test_the_bisection_finds_where_a_known_goodput_crosses_and_asks_each_rate_once():

@@ -50,10 +50,11 @@ def make(
 
     def of_services() -> dict[tuple[str, str, float], float]:
         say("searching the rates of each service model")
-        return saturation.service_anchors(
+        found, _ = saturation.service_anchors(
             services.SERVICES[::-1], studies.FAMILIES, slopes_s, requests, search_seeds,
             targets=published.ROUND_ROBIN, tolerance=tolerance, workers=workers,
         )  # fmt: skip
+        return found
 
     def grid(name: str) -> Grid:
         own = {"policies": policies} if policies and name not in OWN_POLICIES else {}

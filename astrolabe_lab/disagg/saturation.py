@@ -28,6 +28,13 @@ class Anchor:
     target: float
     probes: pd.DataFrame = field(repr=False)
 
+    @property
+    def bracket_qps(self) -> tuple[float, float]:
+        """(highest rate tried whose goodput reached the target, lowest whose did not)."""
+        shares = self.probes.groupby("qps")["goodput_share"].mean()
+        reached = shares >= self.target
+        return float(shares.index[reached].max()), float(shares.index[~reached].min())
+
 
 def crossing(
     goodput: Callable[[float], float],
@@ -137,7 +144,8 @@ def anchors(
 ) -> tuple[dict[str, dict[float, float]], pd.DataFrame]:
     """({family: {decode slope in s: requests a second}}, a row per anchor): the paper's pools at every slope.
 
-    ``options`` go to ``find``. Columns of the frame: ``family, decode_slope_s, qps, goodput, low, high, runs``.
+    ``options`` go to ``find``. Columns of the frame: ``family, decode_slope_s, qps, reached_qps, missed_qps`` (the
+    anchor's ``bracket_qps``), ``goodput, low, high, runs, arrivals_s`` (how long the requests of a run take to arrive).
     """
     import pandas as pd
 
@@ -152,9 +160,8 @@ def anchors(
             anchor = find(given, seeds=seeds, **options | {"start_qps": start_qps})
             start_qps = anchor.qps  # the next slope's is not far
             found.setdefault(family, {})[slope_s] = anchor.qps
-            rows.append((family, slope_s, anchor.qps, anchor.goodput, anchor.low, anchor.high, len(anchor.probes)))
-    names = ["family", "decode_slope_s", "qps", "goodput", "low", "high", "runs"]
-    return found, pd.DataFrame(rows, columns=names)
+            rows.append({"family": family, "decode_slope_s": slope_s, **_columns(anchor, requests)})
+    return found, pd.DataFrame(rows)
 
 
 def service_anchors(
@@ -166,14 +173,17 @@ def service_anchors(
     *,
     targets: Mapping[str, float],
     **options: object,
-) -> dict[tuple[str, str, float], float]:
-    """{(service, family, decode slope in s): requests a second}, as ``studies.services`` takes it.
+) -> tuple[dict[tuple[str, str, float], float], pd.DataFrame]:
+    """({(service, family, decode slope in s): requests a second}, as ``studies.services`` takes it, a row per anchor).
 
-    ``targets``: round robin's goodput share by family (default: 0.8). ``options`` go to ``find``.
+    ``targets``: round robin's goodput share by family (default: 0.8). ``options`` go to ``find``. Columns of the frame:
+    ``service``, then as those of ``anchors``.
     """
+    import pandas as pd
+
     from astrolabe_lab.disagg.studies import settings
 
-    found = {}
+    found, rows = {}, []
     for service in services:
         for family in families:
             start_qps = 1.0 if service == "serial" else 16.0
@@ -181,4 +191,14 @@ def service_anchors(
                 given = settings(requests, family, service=service, decode_slope_s=slope_s)
                 anchor = find(given, target=targets.get(family, TARGET), seeds=seeds, start_qps=start_qps, **options)
                 found[service, family, slope_s] = start_qps = anchor.qps
-    return found
+                setting = {"service": service, "family": family, "decode_slope_s": slope_s}
+                rows.append({**setting, **_columns(anchor, requests)})
+    return found, pd.DataFrame(rows)
+
+
+def _columns(anchor: Anchor, requests: int) -> dict[str, float]:
+    reached_qps, missed_qps = anchor.bracket_qps
+    return {
+        "qps": anchor.qps, "reached_qps": reached_qps, "missed_qps": missed_qps, "goodput": anchor.goodput,
+        "low": anchor.low, "high": anchor.high, "runs": len(anchor.probes), "arrivals_s": requests / anchor.qps,
+    }  # fmt: skip
