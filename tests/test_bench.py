@@ -67,6 +67,14 @@ def test_every_request_has_one_row_and_leaves_on_schedule(tmp_path):
     assert all(len(body["prompt"]) == 10 for body in seen)
 
 
+def test_gaps_between_tokens_are_pooled_over_all_requests(tmp_path):
+    frame, _ = drive(tmp_path, trace_of(6, 0.0), bench.Load(MODEL), token_s=0.02)
+    told = frame.attrs["itl"]
+    spans_s = frame["finished_s"] - frame["first_token_s"]
+    assert 0.02 <= told["p50"] <= told["p90"] <= told["p99"]
+    assert told["mean"] == pytest.approx(spans_s.sum() / (6 * 4), rel=0.2)
+
+
 def test_the_same_seed_makes_the_same_prompts_and_another_seed_others(tmp_path):
     def prompts(seed, folder):
         (tmp_path / folder).mkdir()
@@ -317,6 +325,7 @@ def test_the_command_tells_preemptions_as_far_as_the_engines_do(tmp_path, capsys
         assert cli.main([*words, "--gates", "off", "--exact", "--out", str(out), "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["preemptions"], record["preempted"]) == (found, None)
+    assert 0 <= record["itl_p50_s"] <= record["itl_p99_s"]
     assert pd.read_parquet(out).attrs["astrolabe"]["preemptions"] == found
 
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from astrolabe_lab.bench.frame import frame_of
 from astrolabe_lab.bench.kept import Kept, Sent
@@ -19,6 +22,8 @@ from astrolabe_lab.serve.stream import Watcher
 
 if TYPE_CHECKING:
     import pandas as pd
+
+ITL = ("mean", "p50", "p90", "p99")
 
 
 async def drive(
@@ -32,9 +37,10 @@ async def drive(
 
     ``trace``: a trace frame; its ``prompt`` is sent where it has one, else as many token ids, the same for the same
     request and seed. ``progress(done, of)`` is called as answers end. ``keep``: a file for the rows as they come; where
-    it holds rows of this very run, the others are sent, the first at once, and times go on where they broke off. A
-    cancelled run raises CancelledError and ends the requests under way. Raises InputError as ``ask_served`` does, and
-    where ``keep`` holds rows of another trace, load or server (policy, seed, world).
+    it holds rows of this very run, the others are sent, the first at once, and times go on where they broke off.
+    ``attrs["itl"]``: mean, p50, p90, p99 in modelled s of the gaps between events that brought text, of what was sent
+    now. A cancelled run raises CancelledError and ends the requests under way. Raises InputError as ``ask_served``
+    does, and where ``keep`` holds rows of another trace, load or server (policy, seed, world).
     """
     import aiohttp
 
@@ -64,7 +70,17 @@ async def drive(
         finally:
             if kept is not None:
                 kept.close()
-    return frame_of(trace, sent, load, served)
+    frame = frame_of(trace, sent, load, served)
+    frame.attrs["itl"] = _quantiles(sending.gaps_s)
+    return frame
+
+
+def _quantiles(gaps_s: array) -> dict[str, float]:
+    """mean, p50, p90, p99 in s; NaN of none."""
+    if not gaps_s:
+        return dict.fromkeys(ITL, math.nan)
+    values = np.frombuffer(gaps_s, dtype=np.float32)
+    return dict(zip(ITL, [float(values.mean()), *np.quantile(values, (0.5, 0.9, 0.99)).tolist()], strict=True))
 
 
 @dataclass
@@ -80,6 +96,7 @@ class _Sending:
     done: int
     of: int
     begun: float = 0.0
+    gaps_s: array = field(default_factory=lambda: array("f"))  # between events that brought text, of all requests
 
     def now_s(self) -> float:
         return (time.monotonic() - self.begun) / self.load.time_scale
@@ -136,9 +153,16 @@ class _Sending:
                     record.status, reason = watcher.verdict(answer.status)
                     record.reason = f"{reason}: {(await answer.text())[:300]}"
                     return
+                last_s = math.nan
                 async for chunk in answer.content.iter_any():
-                    if watcher.feed(chunk) and math.isnan(record.first_token_s):
-                        record.first_token_s = self.now_s()
+                    if new := watcher.feed(chunk):
+                        at_s = self.now_s()
+                        if math.isnan(last_s):
+                            record.first_token_s = at_s
+                        else:
+                            self.gaps_s.append(at_s - last_s)
+                        self.gaps_s.extend([0.0] * (new - 1))
+                        last_s = at_s
             record.status, record.reason = watcher.verdict(answer.status)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             record.reason = f"{type(error).__name__}: {error}"

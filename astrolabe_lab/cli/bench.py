@@ -102,6 +102,7 @@ def _measured(args: argparse.Namespace, out: Path, keep: Path) -> tuple[dict, st
     keep.unlink(missing_ok=True)
     row = summarise(results).iloc[0].to_dict() | (both_goodputs(results, slo) if slo else {})
     row["preemptions"] = preempted
+    row |= {f"itl_{which}_s": value if whole else math.nan for which, value in results.attrs["itl"].items()}
     counts = results["status"].value_counts().to_dict()
     record = {"out": str(out), "validity": validity, "gates": gates, "status": counts, **row}
     text = [
@@ -110,7 +111,7 @@ def _measured(args: argparse.Namespace, out: Path, keep: Path) -> tuple[dict, st
         f"{row['output_tokens_per_s']:.4g} output tokens/s, {row['total_tokens_per_s']:.4g} tokens/s in all",
         f"{'':5s} {'mean':>10s} {'p50':>10s} {'p90':>10s} {'p99':>10s}",
     ]
-    for stem in ("ttft", "tpot", "e2e"):
+    for stem in ("ttft", "tpot", "itl", "e2e"):
         values = [row[f"{stem}_{which}_s"] for which in ("mean", "p50", "p90", "p99")]
         text.append(f"{stem:5s} " + " ".join(f"{value:8.4f} s" for value in values))
     if slo:
