@@ -1,13 +1,15 @@
 """Emulated hand-offs without vLLM: the shared link, and the desk where blocks are kept."""
 
+import math
 import time
 
 import pytest
 
 from astrolabe_lab.calibrate import Transfer
 from astrolabe_lab.engines.engine_process import free_port
+from astrolabe_lab.errors import InputError
 from astrolabe_lab.serve.pools.desk import Caller, Desk
-from astrolabe_lab.serve.pools.launch import Handover
+from astrolabe_lab.serve.pools.launch import HAND_OFF, Handover
 from astrolabe_lab.serve.pools.link import Link
 
 LATENCY_S, BLOCK_S = 0.5, 0.01
@@ -69,6 +71,24 @@ def test_a_desk_keeps_blocks_until_they_are_pulled_or_expire():
     caller.close()
 
 
-def test_a_share_of_failing_pulls_is_one():
-    with pytest.raises(ValueError, match="fail_share=2"):
-        Handover(fail_share=2)
+BAD = {
+    "base_s": (math.nan, math.inf, -1, "0.1", True),
+    "per_block_s": (math.nan, math.inf, -1),
+    "expiry_s": (math.nan, math.inf, 0.0, -1),
+    "fail_share": (math.nan, math.inf, -0.1, 2),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD.items() for value in values])
+def test_a_hand_off_that_no_cluster_file_could_tell_is_refused_before_engines_start(name, value):
+    told = dict(zip(HAND_OFF, (0.0, 0.0, 1.0, 0.0), strict=True)) | {name: value}
+    base_s, per_block_s, *others = told.values()
+    with pytest.raises(InputError, match=rf"hand-off: {name}={value!r} must be"):
+        Handover(Transfer(base_s, per_block_s), *others)
+    if type(value) in (int, float):
+        with pytest.raises(InputError, match=rf"hand-off: {name}={float(value)!r} must be"):
+            Handover.parse(f"{name}={value}")
+
+
+def test_a_hand_off_may_take_no_time_and_always_fail():
+    assert Handover.parse("base_s=0,per_block_s=0,fail_share=1").to_dict()["fail_share"] == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from dataclasses import dataclass
 
 from astrolabe_lab.calibrate.artifact import Transfer
@@ -43,10 +44,14 @@ class Handover:
     fail_share: float = 0.0
 
     def __post_init__(self):
-        if not 0 <= self.fail_share <= 1:
-            raise InputError(f"fail_share={self.fail_share!r} must be from 0 to 1")
+        told = (self.transfer.latency_s, self.transfer.per_block_s, self.expiry_s, self.fail_share)
+        for name, value in zip(HAND_OFF, told, strict=True):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise InputError(f"hand-off: {name}={value!r} must be a finite number >= 0")
         if not self.expiry_s > 0:
-            raise InputError(f"expiry_s={self.expiry_s!r} must be a number of seconds > 0")
+            raise InputError(f"hand-off: expiry_s={self.expiry_s!r} must be a number of seconds > 0")
+        if not self.fail_share <= 1:
+            raise InputError(f"hand-off: fail_share={self.fail_share!r} must be from 0 to 1")
 
     @classmethod
     def parse(cls, text: str) -> Handover:
