@@ -285,6 +285,33 @@ def test_the_command_writes_studies_at_rates_of_their_own_length(tmp_path, capsy
     assert "no study is called widths; there are bursty," in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"policies": ["round_robin", "best"]}, "policy 'best' is unknown for pools; allowed: "),
+        ({"policies": ["astrolabe:k=2"]}, "policy 'astrolabe' is unknown for pools"),
+        ({"policies": ["round_robin", "random", "round_robin"]}, "policy round_robin is given twice"),
+        ({"policies": ["marginal_cost:slo=0,k=2", "marginal_cost:k=2, slo=0"]}, "k=2, slo=0 is given twice"),
+        ({"policies": "round_robin"}, r"should be a list of policies: write \['round_robin'\]"),
+        ({"slopes_s": [0]}, "slopes_s: 0 must be a finite number > 0"),
+        ({"slopes_s": [4e-4, -4e-4]}, "slopes_s: -0.0004 must be"),
+        ({"slopes_s": [float("nan")]}, "slopes_s: nan must be"),
+        ({"slopes_s": ["4e-4"]}, "slopes_s: '4e-4' must be"),
+        ({"slopes_s": [2e-4, 4e-4, 2e-4]}, "slopes_s: 0.0002 is given twice"),
+    ],
+)
+def test_what_no_study_can_be_made_of_is_refused_before_rates_are_searched(given, message, monkeypatch):
+    monkeypatch.setattr(saturation, "find", lambda *_, **__: pytest.fail("searched"))
+    for name in ("width", "starved"):  # at rates that are searched, and at others
+        with pytest.raises(InputError, match=message):
+            definitions.make([name], 40, [0], [0], workers=1, **given)
+
+
+def test_the_command_refuses_a_policy_of_single_engines(tmp_path, capsys):
+    assert main(["studies", "--out", str(tmp_path), "--studies", "starved", "--policy", "astrolabe:k=2"]) == 2
+    assert "policy 'astrolabe' is unknown for pools; allowed: random, " in capsys.readouterr().err
+
+
 def ran(source, goodput, **columns):
     """Rows as a sweep has them, of one run each; ``goodput`` by policy."""
     told = [{"policy": policy, "qps": 4.0, "seed": 0} | columns | {"n": 9} for policy in goodput]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from astrolabe_lab.disagg import routers
 from astrolabe_lab.errors import InputError
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ def make(
     for first, which takes minutes.
 
     ``policies``: instead of its own, for a study that compares routers (all but those of OWN_POLICIES).
-    ``say`` gets a line before each search. Raises InputError for a name that is no study, and as ``saturation.find``.
+    ``say`` gets a line before each search. Raises InputError, before any search, for a name that is no study, a policy
+    that is none of pools, a slope that is not > 0 and either given twice; and as ``saturation.find``.
     """
     from astrolabe_lab.disagg import published, saturation, services, studies
 
@@ -41,6 +44,8 @@ def make(
         raise InputError(f"no study is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
 
     slopes_s = tuple(slopes_s or studies.SLOPES_S)
+    _check_slopes(slopes_s)
+    _check_policies(policies or ())
 
     @cache
     def rates(family: str) -> dict[float, float]:
@@ -66,6 +71,22 @@ def make(
         return getattr(studies, name)(anchors, seeds, requests, **own)
 
     return {name: grid(name) for name in names}
+
+
+def _check_slopes(slopes_s: Sequence[float]) -> None:
+    for slope_s in slopes_s:
+        if isinstance(slope_s, bool) or not isinstance(slope_s, (int, float)) or not 0 < slope_s < math.inf:
+            raise InputError(f"slopes_s: {slope_s!r} must be a finite number > 0, in s a stream")
+    if twice := [slope_s for n, slope_s in enumerate(slopes_s) if slope_s in slopes_s[:n]]:
+        raise InputError(f"slopes_s: {twice[0]!r} is given twice: give each once")
+
+
+def _check_policies(policies: Sequence[str]) -> None:
+    if isinstance(policies, str):
+        raise InputError(f"policies={policies!r} should be a list of policies: write [{policies!r}]")
+    known = [routers.spec(routers.parse(policy)) for policy in policies]
+    if twice := [policy for n, policy in enumerate(policies) if known[n] in known[:n]]:
+        raise InputError(f"policy {twice[0]} is given twice: give each once")
 
 
 def write(grids: Mapping[str, Grid], folder: str | Path) -> list[Path]:
