@@ -336,3 +336,22 @@ def test_two_worlds_stand_side_by_side_and_their_disagreements_are_counted():
     assert compare.apart(live).tolist() == pytest.approx([0.02, 0.02])
     alone = compare.beside(ran("emulated", LIVE_ROWS), ran("simulated", there))
     assert alone.index.names == ["policy"] and compare.disagreements(alone, "marginal_cost", "round_robin") == (1, 1)
+
+
+def test_where_no_live_run_counts_two_worlds_are_empty_and_a_figure_says_so():
+    there = {"round_robin": 0.75, "marginal_cost": 0.7}
+    at = [{"pools": pools, "poll_s": poll_s} for pools in ("1+1", "1+2") for poll_s in (0.05, 1.0)]
+    live = pd.concat(ran("emulated", LIVE_ROWS, **point) for point in at)
+    simulated = pd.concat(ran("simulated", there, **point) for point in at)
+    table = compare.beside(live[live["n"] < 0], simulated)
+    assert table.empty and [*table.columns] == ["emulated", "simulated"]
+    assert table.index.names == ["pools", "poll_s", "policy"]
+    assert compare.disagreements(table, "marginal_cost", "round_robin") == (0, 0)
+    assert compare.apart(live[live["n"] < 0]).empty and compare.rounded(table).empty
+    figure = figures.two_worlds({"starved": table})
+    assert not figure.data and not figure.layout.shapes and figure.layout.title.text == "Goodput in two worlds"
+    assert "no setting has runs that count" in figure.layout.title.subtitle.text
+    measured = compare.beside(live.assign(source="hardware"), simulated)
+    figure = figures.two_worlds({"starved": table, "bursty": measured})
+    assert sum(len(points.x) for points in figure.data) == 8 and len(figure.layout.shapes) == 1
+    assert figure.layout.yaxis.title.text == "hardware goodput (%)"

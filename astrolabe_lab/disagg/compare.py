@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 GOODPUT = "goodput_share"
 AGAIN = "again"  # what the second run of a policy is called, in brackets
+EMULATED, SIMULATED = "emulated", "simulated"  # sources
 SLOPE_S, SLOPE = "decode_slope_s", "decode slope (ms a stream)"
 
 
@@ -127,15 +128,16 @@ def several(summary: pd.DataFrame, by: Sequence[str], metrics: Sequence[str]) ->
 
 def beside(live: pd.DataFrame, simulated: pd.DataFrame, metric: str = GOODPUT) -> pd.DataFrame:
     """Means of ``metric`` over seeds in two worlds: a row for each setting of the live runs, indexed by what varies
-    (``policy`` last), a column a source."""
+    (``policy`` last), a column a source. Of no live runs it is empty, and their column is called EMULATED."""
     import pandas as pd
 
     from astrolabe_lab.sweep.cell import varied
 
+    source = next(iter(live["source"]), EMULATED)
     both = pd.concat([live, simulated], ignore_index=True)
     by = sorted(varied(both), key="policy".__eq__)
     table = both.groupby([*by, "source"], sort=False)[metric].mean().unstack("source")
-    return table[table[live["source"].iloc[0]].notna()]
+    return table.reindex(columns=pd.Index([source, SIMULATED], name="source")).dropna(subset=source)
 
 
 def disagreements(table: pd.DataFrame, policy: str, rival: str) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from astrolabe_lab.disagg.compare import SLOPE_S, slope
+from astrolabe_lab.disagg.compare import EMULATED, SIMULATED, SLOPE_S, slope
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -60,7 +60,7 @@ def tails(table: pd.DataFrame, facet: str | None = None) -> go.Figure:
 
 def two_worlds(tables: dict[str, pd.DataFrame]) -> go.Figure:
     """Goodput in % on live engines over that of the simulator, a point a setting; ``tables``: by study, as
-    ``compare.beside`` makes them."""
+    ``compare.beside`` makes them; without points where all are empty."""
     import pandas as pd
     import plotly.express as px
 
@@ -68,18 +68,22 @@ def two_worlds(tables: dict[str, pd.DataFrame]) -> go.Figure:
     for study, table in tables.items():
         points = (100 * table).dropna().reset_index()
         setting = [name for name in table.index.names if name != "policy"]
-        text = points[setting].astype(str).agg(", ".join, axis=1) if setting else ""
+        text = points[setting].astype(str).agg(", ".join, axis=1) if setting and len(points) else ""
         parts.append(points.assign(study=study, setting=text))
     shown = pd.concat(parts, ignore_index=True)
-    live = next(name for name in tables[next(iter(tables))].columns if name != "simulated")
-    labels = {"simulated": "simulated goodput (% of requests sent)", live: f"{live} goodput (%)", "policy": ""}
+    sources = [name for table in tables.values() if len(table) for name in table.columns]
+    live = next((name for name in sources if name != SIMULATED), EMULATED)
+    labels = {SIMULATED: "simulated goodput (% of requests sent)", live: f"{live} goodput (%)", "policy": ""}
     figure = px.scatter(
-        shown, x="simulated", y=live, color="policy", symbol="study", hover_data=["setting"], labels=labels
+        shown, x=SIMULATED, y=live, color="policy", symbol="study", hover_data=["setting"], labels=labels
     )
-    ends = [shown[["simulated", live]].min(axis=None), shown[["simulated", live]].max(axis=None)]
-    figure.add_shape(type="line", x0=ends[0], y0=ends[0], x1=ends[1], y1=ends[1], line={"dash": "dot", "color": "grey"})
+    figure.update_layout(height=480)
+    if shown.empty:
+        return _titled(figure, "Goodput in two worlds", "no setting has runs that count in both")
+    low, high = shown[[SIMULATED, live]].min(axis=None), shown[[SIMULATED, live]].max(axis=None)
+    figure.add_shape(type="line", x0=low, y0=low, x1=high, y1=high, line={"dash": "dot", "color": "grey"})
     note = "a point a setting; where both agree it is on the dotted line"
-    return _titled(figure.update_layout(height=480), "Goodput in two worlds", note)
+    return _titled(figure, "Goodput in two worlds", note)
 
 
 def residuals(table: pd.DataFrame, by: str = "service") -> go.Figure:
