@@ -21,6 +21,7 @@ class PoolEngine(ScriptedEngine):
         self.pools = pools
         self.held, self.pulled, self.recomputed, self.let_go = {}, [], [], []
         self.metrics = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:kv_cache_usage_perc 0\n"
+        self.metrics += "vllm:num_preemptions_total 0\n"
         self.short = 0  # tokens that its answers lack
         self.underway = asyncio.Event()
         self.underway.set()

@@ -38,6 +38,12 @@ def test_each_study_is_a_grid_whose_runs_can_be_made(name):
     assert len({run.content()["key"] for run in found}) == runs
 
 
+def test_the_seed_of_the_routers_draws_can_vary_by_itself():
+    grid = {"defaults": studies.settings(60) | {"qps": 14.0}, "grid": {"policy": ["random"], "policy_seed": [1, 2]}}
+    rows = lab.sweep.run(grid | {"zip": [{"seed": [0]}]}, workers=1, progress=False)
+    assert rows["workload"].nunique() == 1 and rows["e2e_mean_s"].nunique() == 2
+
+
 def test_studies_pair_policies_on_the_same_requests():
     rows = lab.sweep.run(studies.bursty({4e-4: 14.0}, [0, 1], 60), workers=1, progress=False)
     assert rows.groupby(["qps", "seed"])["workload"].nunique().eq(1).all()

@@ -1,11 +1,17 @@
 """Before and around runs on pools: gates over scripted engines, and cells that are interleaved and resumable."""
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
+import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
 from routed_pools import routed
 from scripted_pools import scripted_pools
@@ -18,7 +24,8 @@ from astrolabe_lab.engines.pace import PaceWriter
 from astrolabe_lab.generators import families
 from astrolabe_lab.serve.loop_lag import EDGES_S, LoopLag, told_by
 from astrolabe_lab.serve.pools.gates import check_pools
-from astrolabe_lab.serve.pools.runs import _claim, _identity, _in_time, plan, run_cells
+from astrolabe_lab.serve.pools.records import rows
+from astrolabe_lab.serve.pools.runs import _claim, _identity, _in_time, kept, plan, run_cells
 from astrolabe_lab.sim.config import EngineConfig
 
 ASKED = ("idle", "warm_up", "prefix_reset", "pairs", "exact", "greedy")
@@ -115,7 +122,9 @@ def test_policies_and_traces_must_be_distinct():
 
 
 @contextmanager
-def cluster_of_scripted_pools(folder, change=lambda prefill, decode: None, config=EngineConfig(), shape=(1, 2)):
+def cluster_of_scripted_pools(
+    folder, change=lambda prefill, decode: None, config=EngineConfig(), shape=(1, 2), world="hardware"
+):
     """The folder of a cluster of scripted engines, spoilt by ``change``, which answer in a thread meanwhile."""
     loop, ready, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
 
@@ -127,7 +136,7 @@ def cluster_of_scripted_pools(folder, change=lambda prefill, decode: None, confi
                 for role, pool in (("prefill", prefill), ("decode", decode))
                 for engine in pool
             ]
-            write_cluster(folder, engines, config, None, 1.0, "m", "", "hardware")
+            write_cluster(folder, engines, config, None, 1.0, "m", "", world)
             ready.set()
             await stop.wait()
 
@@ -143,6 +152,108 @@ def cluster_of_scripted_pools(folder, change=lambda prefill, decode: None, confi
 
 class Interrupted(Exception):
     pass
+
+
+def few(n=4):
+    """A trace of ``n`` short requests."""
+    return with_arrivals(families.generate("chat", n, seed=0, text=False), 50, "poisson", 0)
+
+
+def run_one(folder, out, said, trace=None):
+    """One run of round robin over the pools of ``folder``: its frame and what is told of it."""
+    (cell,) = plan(["round_robin"], ["a"], again=False)
+    traces = {"a": few() if trace is None else trace}
+    run_cells(folder, [cell], traces, out, ["--constants-from", "paper"], say=said.append)
+    frame = pd.read_parquet(out / f"{cell.name}.parquet")
+    return frame, frame.attrs["astrolabe"]
+
+
+def test_a_run_that_was_broken_off_is_made_again_from_its_first_request(tmp_path):
+    folder, out, said, slow = tmp_path / "pools", tmp_path / "out", [], []
+    folder.mkdir()
+
+    def hang(prefill, decode):
+        answer = decode[0]._answer
+
+        async def answered(http, body):
+            if slow:
+                await asyncio.sleep(60)
+            return await answer(http, body)
+
+        decode[0]._answer = answered
+
+    with cluster_of_scripted_pools(folder, hang, shape=(1, 1)):
+        words = [sys.executable, "-c", BROKEN_OFF, str(folder), str(out)]
+        asked = subprocess.Popen(words, env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        journal = out / "a--round_robin.jsonl"
+        while not (journal.exists() and '"pair"' in journal.read_text()):
+            slow.append(True)  # once the gates have been passed
+            slow[:] = slow if journal.exists() else []
+            assert asked.poll() is None
+            time.sleep(0.02)
+        asked.kill()
+        asked.wait()
+        slow.clear()
+        frame, told = run_one(folder, out, said)
+    assert (frame["status"] == "ok").all() and set(frame["segment"]) == {0}
+    assert len(rows(journal)) == len(frame) == 4  # nothing of the run before it
+
+
+BROKEN_OFF = """
+import sys
+from test_pool_runs import run_one
+run_one(*sys.argv[1:], [])
+"""
+
+
+def test_a_router_that_ends_is_named_and_nothing_of_its_run_is_kept(tmp_path):
+    folder, out, said = tmp_path / "pools", tmp_path / "out", []
+    folder.mkdir()
+
+    def kill(prefill, decode):
+        async def answered(http, body):
+            for process in psutil.Process().children(recursive=True):
+                if "route" in process.cmdline() and "astrolabe_lab.engines.guard" not in process.cmdline():
+                    process.kill()
+            return await answer(http, body)
+
+        answer, decode[0]._answer = decode[0]._answer, answered
+
+    told = "run a--round_robin: the router does not answer any more; the same again makes this run anew"
+    with cluster_of_scripted_pools(folder, kill, shape=(1, 1)), pytest.raises(InputError, match=told):
+        run_one(folder, out, said)
+    assert not [*out.glob("*.parquet")] and not [*out.glob("*.rows.jsonl")]
+
+
+def test_a_run_in_which_an_engine_ended_does_not_count(tmp_path):
+    folder, said = tmp_path / "pools", []
+    folder.mkdir()
+
+    def end(prefill, decode):
+        answer = decode[0]._answer
+
+        async def answered(http, body):
+            if body["max_tokens"] == 9:
+                decode[0].script, decode[0].metrics = "http:500", None
+            return await answer(http, body)
+
+        decode[0]._answer = answered
+
+    with cluster_of_scripted_pools(folder, end, shape=(1, 1)):
+        frame, told = run_one(folder, tmp_path / "out", said, few().assign(output_tokens=[4, 4, 9, 4]))
+    assert told["preemptions"] is None and not told["validity"]["valid"]
+    why = "; ".join(told["validity"]["why"])
+    assert "an engine ended or began anew" in why and "requests failed, the first of them: " in why
+
+
+@pytest.mark.parametrize("spoilt", ["cut", "foreign", "empty"])
+def test_a_kept_run_that_is_none_is_named(tmp_path, spoilt):
+    path = tmp_path / "a--round_robin.parquet"
+    few(3).drop(columns="slo").to_parquet(path)
+    if spoilt != "foreign":
+        path.write_bytes(path.read_bytes()[: 100 if spoilt == "cut" else 0])
+    with pytest.raises(InputError, match=r"a--round_robin\.parquet is no run that was kept here: remove it"):
+        kept(path)
 
 
 def test_runs_go_on_where_they_were_broken_off_and_only_with_what_they_began_with(tmp_path):
@@ -174,10 +285,13 @@ def test_runs_go_on_where_they_were_broken_off_and_only_with_what_they_began_wit
             assert [gate["gate"] for gate in each["gates"]] == ["idle", "prefix_reset"]
 
         other = {"a": traces["a"].assign(output_tokens=5)}
+        more = [replace(cells[0], policy="least_loaded", label="least_loaded"), *cells[:1]]
+        grown = again(said.append, cells=more)  # what is new is made, what is kept is taken, and all stand together
+        assert grown["policy"].unique().tolist() == ["least_loaded", cells[0].label] and len(again()) == 12
         for part, change in {
-            "cells": {"cells": cells[:1]},
+            "cells": {"cells": [replace(cells[0], seed=7)]},
             "traces": {"traces": other},
-            "constants": {"constants": ["--constants-from", "paper-simulator"]},
+            "options": {"constants": ["--constants-from", "paper-simulator"]},
             "load": {"load": lambda cell: bench.Load("m", concurrency=2)},
         }.items():
             with pytest.raises(InputError, match=f"holds runs of other {part}"):
@@ -212,10 +326,12 @@ def test_what_is_in_the_file_of_constants_counts(tmp_path):
         return _identity(pools, cells, traces, ["--constants-from", str(file)], loads)
 
     file.write_text("{}")
-    port = _claim(tmp_path, identity())
-    assert _claim(tmp_path, identity()) == port and "secret" not in (tmp_path / "cells.json").read_text()
+    _claim(tmp_path, identity())
+    assert "secret" not in (tmp_path / "cells.json").read_text()
+    file = file.rename(tmp_path / "elsewhere.json")
+    _claim(tmp_path, identity())
     file.write_text("{ }")
-    with pytest.raises(InputError, match="other constants"):
+    with pytest.raises(InputError, match="other options"):
         _claim(tmp_path, identity())
 
 
@@ -234,13 +350,11 @@ def test_a_run_tells_of_preemptions_and_of_a_host_that_did_not_keep_up(tmp_path)
 
     def disturb(prefill, decode):
         answer, idle = decode[0]._answer, decode[0].metrics
-        for engine in (*prefill, *decode):
-            engine.metrics = f"{idle}vllm:num_preemptions_total 3\n"
 
         async def answered(http, body):
             asked.append(body)
             pace.step(1.0, 0.5)
-            decode[0].metrics = f"{idle}vllm:num_preemptions_total {3 + len(asked)}\n"
+            decode[0].metrics = idle.replace("preemptions_total 0", f"preemptions_total {len(asked)}")
             return await answer(http, body)
 
         decode[0]._answer = answered

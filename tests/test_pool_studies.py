@@ -58,7 +58,7 @@ def test_a_grid_runs_on_live_pools_with_the_requests_and_columns_of_the_simulato
         assert len(said) == 6 + len(ASKED) + 1 and sum(line.startswith("gate ") for line in said) == len(ASKED)
         assert "3 of 6 runs made, about " in said[3 + len(ASKED)]
         assert live.run(GRID, folder, out, say=said.append).equals(found)
-    assert len(said) == 7 + len(ASKED) + 6 and all(": kept" in line for line in said[-6:])
+    assert len(said) == 7 + len(ASKED) + 1 and said[-1] == f"6 of 6 runs are kept in {out}"
     names = ["round_robin", "round_robin (again)"]
     assert found["policy"].tolist() == [*names, *names, "marginal_cost", "marginal_cost"]
     assert found["constants"].tolist() == [
@@ -109,7 +109,7 @@ def test_the_command_runs_a_grid_on_running_pools_and_goes_on_where_it_was_ended
         assert main(words) == 0
         said = capsys.readouterr()
         assert "1 of them do not count (columns valid, why); --redo-invalid makes them again" in said.out
-        assert "the host slept" in said.out and "round_robin: kept; INVALID: the host slept" in said.err
+        assert "the host slept" in said.out and "2 of 2 runs are kept" in said.err
         assert main([*words, "--redo-invalid", "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert told["runs"] == {"all": 2, "made": 1, "made_before": 1}
@@ -309,6 +309,7 @@ def test_options_of_the_other_search_are_refused(tmp_path, capsys, words, told):
         (studies.leak({4e-4: 14.0}, [0], 5), "no live router"),
         (sweep.Grid(ONE, WORLD | {"service": "serial"}), "keep vLLM's schedule"),
         (sweep.Grid(ONE, WORLD | {"hand_off.lease_s": 5.0}), "leave out lease_s"),
+        (sweep.Grid(ONE, WORLD | {"poll_s": 0}), "poll_s=0 is of the simulator alone"),
         (sweep.Grid(ONE, {"trace": "family:chat", "requests": 5, "instances": 2}), "give pools"),
         (sweep.Grid([[point | {"label": label} for point in ONE[0] for label in "ab"]], WORLD), "is in the grid twice"),
         (sweep.Grid(ONE, WORLD | {"pools": "2000+2000"}), "4000 emulated engines need"),
@@ -319,6 +320,48 @@ def test_what_no_live_pools_can_do_is_refused_before_any_engine_starts(grid, tol
     with pytest.raises(InputError, match=told):
         live.run(grid, live.Emulated(1.0), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_grid_that_has_grown_makes_only_what_is_new(tmp_path):
+    folder, out, said = tmp_path / "pools", tmp_path / "out", []
+    folder.mkdir()
+
+    def ran(**grid):
+        axes = {"policy": ["round_robin"], "seed": [0]} | grid
+        return live.run(sweep.Grid.of({"defaults": SMALLEST, "grid": axes}), folder, out, say=said.append)
+
+    with cluster_of_scripted_pools(folder, config=CONFIG):
+        first = ran()
+        said.clear()
+        policies = ["least_loaded", "round_robin"]  # another first one, whose luck is looked at too
+        both = ran(policy=policies)
+        assert sum("round_robin: kept" in line for line in said) == 1
+        assert sorted(both["policy"]) == ["least_loaded", "least_loaded (again)", "round_robin"]
+        old = both.set_index("policy").loc["round_robin", "e2e_mean_s"]
+        assert old == first.set_index("policy").loc["round_robin", "e2e_mean_s"]
+        assert ran().equals(first)
+        lucks = ran(policy_seed=[1, 2])
+    assert len(lucks) == 4 and set(lucks["policy_seed"]) == {1, 2} and (lucks["ok"] == 4).all()
+    assert not set(lucks["e2e_mean_s"]) & set(first["e2e_mean_s"])
+    seeds = [json.loads(line)["seed"] for path in out.glob("*/*.jsonl") for line in path.open() if '"pools"' in line]
+    assert sorted(seeds) == [0, 0, 1, 1, 1, 2, 2, 3]  # the grid's own and, of A/A, the next
+
+
+SMALLEST = {"trace": "family:chat", "requests": 4, "pools": "1+2", "qps": 40, "decode_slope_s": SLOPE_S}
+
+
+def test_pools_that_do_not_run_are_named_with_what_starts_some(tmp_path):
+    grid = sweep.Grid.of({"defaults": SMALLEST, "grid": {"policy": ["round_robin"], "seed": [0]}})
+    (tmp_path / "pools").mkdir()
+    folder = written(tmp_path / "pools")
+    with pytest.raises(
+        InputError, match=r"do not run \(nothing answers at http://127.*\): astrolabe launch --pools 1\+2"
+    ):
+        live.run(grid, folder, tmp_path / "out")
+    assert live.estimate(grid, folder)["runs"] == 2
+    with pytest.raises(InputError, match="4000 emulated engines need"):
+        live.estimate(sweep.Grid(ONE, WORLD | {"pools": "2000+2000"}), live.Emulated(1.0))
 
 
 @pytest.mark.parametrize(
@@ -351,7 +394,7 @@ def test_pools_are_started_one_after_the_other_as_the_runs_need_them(tmp_path, m
     def launch(prefill, decode, *, folder, time_scale, engine, cost, handover, progress):
         started.append((prefill, decode, time_scale))
         folder.mkdir(parents=True, exist_ok=True)
-        with cluster_of_scripted_pools(folder, config=engine, shape=(prefill, decode)):
+        with cluster_of_scripted_pools(folder, config=engine, shape=(prefill, decode), world="emulated"):
             yield
 
     monkeypatch.setattr("astrolabe_lab.serve.pools.world.launch_pools", launch)
@@ -362,13 +405,33 @@ def test_pools_are_started_one_after_the_other_as_the_runs_need_them(tmp_path, m
     assert set(names) <= set(found.columns) and (found.groupby(names).size() == 1).all()
     polls = [json.loads(line)["poll_s"] for path in out.glob("*/*.jsonl") for line in path.open() if '"pools"' in line]
     assert sorted(set(polls)) == [0.05, 1.0] and polls.count(1.0) == len(found) // 2
-    counted = live.estimate(SEVERAL, 2.0)
+    counted = live.estimate(SEVERAL, live.Emulated(2.0))
     assert counted | {"wall_s": 0} == {"runs": 16, "requests": 64, "pools": 2, "wall_s": 0} and counted["wall_s"] > 0
     # All is kept: no engine starts, in no other time either; a run that is missing starts its own pools alone.
     assert live.run(SEVERAL, live.Emulated(1.0), out, say=said.append).equals(found) and len(started) == 2
-    with pytest.raises(InputError, match="holds runs on emulated pools at time scale 1: go on with those"):
+    with pytest.raises(InputError, match=r"holds runs on emulated pools at time scale 1\.0: go on with those"):
         live.run(SEVERAL, live.Emulated(2.0), out)
-    with pytest.raises(InputError, match="are not the grid's|differ in pools"):
+    noted = (out / "run.json").read_text()
+    (out / "run.json").unlink()
+    with pytest.raises(InputError, match=r"was made on emulated pools at time scale 1\.0: name another folder"):
+        live.run(SEVERAL, live.Emulated(2.0), out)
+    for damage in ('{"live": 3}', '{"live": {"world": "emulated", "time_scale": "1"}}'):
+        (out / "run.json").write_text(damage)
+        with pytest.raises(InputError, match="holds"):
+            live.run(SEVERAL, live.Emulated(1.0), out)
+    (out / "run.json").write_text(noted)
+    for path in out.glob("pools-*/cluster.json"):
+        path.unlink()  # as a start that was broken off leaves it
+    assert live.run(SEVERAL, live.Emulated(1.0), out, say=said.append).equals(found) and len(started) == 2
+    next(out.glob("*/*.parquet")).unlink()
+    monkeypatch.setattr("astrolabe_lab.serve.pools.world.launch_pools", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        live.run(SEVERAL, live.Emulated(1.0), out, say=said.append)
+    assert len(sweep.read(out)) == len(found) - 1  # what is kept is in the summary, however a call ends
+    monkeypatch.setattr("astrolabe_lab.serve.pools.world.launch_pools", launch)
+    live.run(SEVERAL, live.Emulated(1.0), out, say=said.append)
+    del started[2:]
+    with pytest.raises(InputError, match="differ in pools"):
         live.run(SEVERAL, out / "pools", out)
     with alone(out / "run.json"), ThreadPoolExecutor(1) as other:
         second = other.submit(live.run, SEVERAL, live.Emulated(1.0), out)

@@ -146,11 +146,10 @@ def _live(args: argparse.Namespace) -> pd.DataFrame:
 
 
 def _live_estimate(args: argparse.Namespace) -> tuple[dict, str]:
-    from astrolabe_lab.engines.cluster_file import read_cluster
-    from astrolabe_lab.serve.pools.studies import estimate
+    from astrolabe_lab.serve.pools.studies import Emulated, estimate
     from astrolabe_lab.sweep import Grid
 
-    found = estimate(Grid.given(args.grid), args.emulate or read_cluster(args.cluster).time_scale)
+    found = estimate(Grid.given(args.grid), args.cluster or Emulated(args.emulate))
     return found, (
         f"{found['runs']:,} runs, {found['requests']:,} requests, on {found['pools']:,} set"
         f"{'s' * (found['pools'] > 1)} of pools\nabout {_span(found['wall_s'])}, one run after the other"

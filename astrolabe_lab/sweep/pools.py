@@ -53,7 +53,7 @@ def options_of(given: Mapping[str, object], engine_and_cost: Callable) -> dict[s
     changed = {key.partition(".")[2]: value for key, value in given.items() if key.startswith("constants.")}
     options = {"pools": settings.parse_pools(given["pools"]), "engine": engine, "cost": cost, "hand_off": hand_off}
     options["constants"] = constants.with_(**changed) if changed else constants
-    return options | {key: given[key] for key in ("service", "signals", "poll_s") if key in given}
+    return options | {key: given[key] for key in ("service", "signals", "poll_s", "policy_seed") if key in given}
 
 
 def slo_of(options: Mapping[str, object]) -> SLO:

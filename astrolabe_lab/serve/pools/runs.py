@@ -1,23 +1,22 @@
-"""Runs on live pools that can be compared: isolated, interleaved at random, beside A/A, and resumable.
+"""Runs on live pools that can be compared: isolated, interleaved at random, beside A/A, and kept as they end.
 
 The first cell that is not there yet waits for the gates of the pools (``gates.check_pools``); every cell (a policy on a
 trace) starts with its own: engines idle, prefix caches emptied and a probe that proves it.
 A block of cells is one trace under every policy, and under the first of them once more (the A/A cell); blocks and the
 cells in them come in random order, so that what drifts meanwhile favours nobody. A cell that has ended is not run
-again; one that was broken off goes on with the requests it still lacks.
+again; one that was broken off is, from its first request: engines that stood idle in between saw another load.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from astrolabe_lab.calibrate.conduct import LAG_BOUND_S
@@ -25,6 +24,7 @@ from astrolabe_lab.disagg.compare import AGAIN
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
 from astrolabe_lab.serve.loop_lag import between_s, told_by
+from astrolabe_lab.serve.routing import RouterError, router
 from astrolabe_lab.sweep.identity import fingerprint, of_requests
 from astrolabe_lab.text_files import json_object
 
@@ -96,20 +96,20 @@ def run_cells(
     cells: list[Cell],
     traces: dict,
     out: str | Path,
-    constants: list[str],
+    route: list[str],
     load: Callable | None = None,
     say: Callable[[str], None] = tell,
     gates: Callable[[], list[dict]] | None = None,
-):
+) -> pd.DataFrame:
     """One frame of all cells' requests, with ``cell`` and ``policy``; files in ``out``: a frame and a journal a cell.
 
-    ``cluster``: the folder of running pools; ``traces``: frames by name; ``constants``: the options that tell
-    ``astrolabe route`` what to price with, like ``["--calibration", "C.json"]``; ``load``: how a cell's trace is sent
+    ``cluster``: the folder of running pools; ``traces``: frames by name; ``route``: the options that tell ``astrolabe
+    route`` what to price with and more, like ``["--calibration", "C.json"]``; ``load``: how a cell's trace is sent
     (cell -> ``bench.Load``); ``gates``: of these pools, where several calls share one asking (``gates_of``). What the
     gates found is in each frame's record: ``pool_gates``, of all pools before the first cell, and ``gates``, the cell's
-    own; so are ``validity`` and the engines' ``preemptions`` (None where not known). Raises InputError for a trace that
-    is missing, or ``out`` holding runs of other cells, traces, constants, engines or load; GateError where a gate does
-    not hold.
+    own; so are ``validity``, ``time_scale`` and the engines' ``preemptions`` (None where not known). Raises InputError
+    for a trace that is missing, ``out`` holding runs of other cells, traces, options, engines or load, or a router that
+    ended; GateError where a gate does not hold.
     """
     import pandas as pd
 
@@ -125,50 +125,92 @@ def run_cells(
         cell.name: load(cell) if load else bench.Load(pools.model, time_scale=pools.time_scale, seed=cell.seed)
         for cell in cells
     }
-    port = _claim(out, _identity(pools, cells, traces, constants, loads))
-    engines = [engine["url"] for engine in pools.engines]
+    _claim(out, _identity(pools, cells, traces, route, loads))
     gates = gates or gates_of(cluster, say)
     frames = []
     for number, cell in enumerate(cells, 1):
-        path = out / f"{cell.name}.parquet"
+        path, at = out / f"{cell.name}.parquet", f"cell {number} of {len(cells)}, {cell.name}"
         if path.exists():
-            frames.append(pd.read_parquet(path))
-            say(f"cell {number} of {len(cells)}, {cell.name}: kept{_why(frames[-1].attrs['astrolabe']['validity'])}")
+            frames.append(kept(path))
+            say(f"{at}: kept{_why(validity_of(frames[-1]))}")
             continue
         pool_gates = gates()
-        verdicts = asyncio.run(bench.check(engines, pools.model, bench.ISOLATION, pools.time_scale))
+        urls = [engine["url"] for engine in pools.engines]
+        verdicts = asyncio.run(bench.check(urls, pools.model, bench.ISOLATION, pools.time_scale))
         bench.require(verdicts)
-        with _routed(cluster, cell, port, out / f"{cell.name}.jsonl", constants) as url:
-            keep = out / f"{cell.name}.rows.jsonl"
-            frame, told = _measure(url, traces[cell.trace], loads[cell.name], keep, pools)
+        journal = out / f"{cell.name}.jsonl"
+        journal.unlink(missing_ok=True)  # of a run that was broken off
+        words = ["--cluster", str(cluster), "--policy", cell.policy, "--seed", str(cell.seed)]
+        try:
+            with (
+                TemporaryDirectory(prefix="astrolabe-run-") as said,
+                router([*words, "--journal", str(journal), *route], said, pools.time_scale, key=False) as url,
+            ):
+                frame, told = _measure(url, traces[cell.trace], loads[cell.name], pools)
+        except RouterError as error:
+            raise InputError(f"run {cell.name}: {error}; the same again makes this run anew") from None
         frame = frame.assign(cell=cell.name, policy=cell.label)
-        save(frame, path, pool_gates=pool_gates, gates=[asdict(one) for one in verdicts], **told)
-        keep.unlink(missing_ok=True)
-        counts = frame["status"].value_counts().to_dict()
-        say(f"cell {number} of {len(cells)}, {cell.name}: {counts}{_why(told['validity'])}")
-        frames.append(frame)
+        told |= {"pool_gates": pool_gates, "gates": [asdict(one) for one in verdicts]}
+        save(frame, path, time_scale=pools.time_scale, **told)
+        frames.append(kept(path))
+        say(f"{at}: {frame['status'].value_counts().to_dict()}{_why(told['validity'])}")
     return pd.concat(frames, ignore_index=True)
+
+
+def kept(path: Path) -> pd.DataFrame:
+    """The frame of a run that has ended. Raises InputError for a file that is none."""
+    import pandas as pd
+
+    try:
+        frame = pd.read_parquet(path)
+        told = frame.attrs["astrolabe"]
+        sound = len(frame) > 0 and {"time_scale", "preemptions"} <= told.keys() and "valid" in told["validity"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise InputError(f"{path} is no run that was kept here: remove it, and the run is made anew")
+    return frame
+
+
+def validity_of(frame: pd.DataFrame) -> dict:
+    """Whether a run counts (``valid``), and ``why`` not."""
+    return frame.attrs["astrolabe"]["validity"]
 
 
 def _why(validity: dict) -> str:
     return "".join(f"; INVALID: {one}" for one in validity["why"])
 
 
-def _measure(url: str, trace: pd.DataFrame, load: Load, keep: Path, pools: ClusterFile) -> tuple[pd.DataFrame, dict]:
+def _measure(url: str, trace: pd.DataFrame, load: Load, pools: ClusterFile) -> tuple[pd.DataFrame, dict]:
     """(the requests' frame, ``validity`` and ``preemptions`` of the run)."""
     from astrolabe_lab.bench import run
     from astrolabe_lab.bench.engines import preemptions
     from astrolabe_lab.bench.host import HostPace
 
     engines = [engine["url"] for engine in pools.engines]
-    late, pace = told_by(url), HostPace([engine["pace"] for engine in pools.engines if "pace" in engine])
+    late, pace = _lateness(url), HostPace([engine["pace"] for engine in pools.engines if "pace" in engine])
     before = asyncio.run(preemptions(engines))
-    frame = run(url, trace, load, keep=keep)
+    frame = run(url, trace, load)
     more = asyncio.run(preemptions(engines)) - before
-    validity = pace.judge(_in_time(frame.attrs["validity"], late, told_by(url)))
-    # Of a run in parts the engines' counts of the first are lost, and those of an engine that began anew.
-    known = frame["segment"].max() == 0 and more >= 0
-    return frame, {"validity": validity, "preemptions": int(more) if known else None}
+    validity = _unbroken(_in_time(frame.attrs["validity"], late, _lateness(url)), frame, more)
+    return frame, {"validity": pace.judge(validity), "preemptions": int(more) if more >= 0 else None}
+
+
+def _lateness(url: str) -> list[float]:
+    try:
+        return told_by(url)
+    except OSError:
+        raise RouterError("the router does not answer any more") from None
+
+
+def _unbroken(validity: dict, frame: pd.DataFrame, preempted: float) -> dict:
+    """The validity of a run in which nothing was to break; ``preempted``: by how much the engines' count has grown."""
+    why = list(validity["why"])
+    if not preempted >= 0:
+        why.append("an engine ended or began anew meanwhile, or does not tell its preemptions")
+    if len(failed := frame[frame["status"] == "failed"]):
+        why.append(f"{len(failed)} requests failed, the first of them: {failed['reason'].iloc[0]:.120}")
+    return validity | {"valid": not why, "why": why}
 
 
 def _in_time(validity: dict, before: list[float], after: list[float]) -> dict:
@@ -184,66 +226,38 @@ def _in_time(validity: dict, before: list[float], after: list[float]) -> dict:
     return validity | {"loop_lag_p99_s": late_s, "valid": False, "why": [*validity["why"], why]}
 
 
-def _identity(pools: ClusterFile, cells: list[Cell], traces: dict, constants: list[str], loads: dict) -> dict:
-    """What makes the frames of a folder comparable, each part by itself; of all but the cells, fingerprints.
+def _identity(pools: ClusterFile, cells: list[Cell], traces: dict, route: list[str], loads: dict) -> dict[str, dict]:
+    """What makes the frames of a folder comparable, part by part, by name; of all but the cells, fingerprints.
 
-    Engines may come back at other URLs; what is in a file that ``constants`` names counts, not only its name.
+    Engines may come back at other URLs; of a file that ``route`` names counts what is in it, not where it lies.
     """
     engine = [asdict(pools.config), pools.cost and pools.cost.to_dict(), pools.time_scale, pools.model, pools.world]
     engine += [pools.handover] if pools.handover else []
-    files = [Path(word).read_bytes() for word in constants if Path(word).is_file()]
+    words = [Path(word).read_bytes() if Path(word).is_file() else word for word in route]
     hows = {name: {k: v for k, v in asdict(load).items() if k != "api_key"} for name, load in loads.items()}
     used = sorted({cell.trace for cell in cells})
     return {
-        "cells": [asdict(cell) for cell in cells],
+        "cells": {cell.name: asdict(cell) for cell in cells},
         "traces": {name: fingerprint(of_requests(traces[name]), *traces[name].get("prompt", ())) for name in used},
-        "constants": fingerprint(*constants, *files),
-        "engines": fingerprint(json.dumps([engine, [each.get("role") for each in pools.engines]])),
-        "load": fingerprint(json.dumps(hows, sort_keys=True)),
+        "options": {"": fingerprint(*words)},
+        "engines": {"": fingerprint(json.dumps([engine, [each.get("role") for each in pools.engines]]))},
+        "load": {name: fingerprint(json.dumps(how, sort_keys=True)) for name, how in hows.items()},
     }
 
 
-def _claim(out: Path, told: dict) -> int:
-    """The port that the cells' routers listen on, the same after a break; ``out`` belongs to the runs of ``told``."""
-    from astrolabe_lab.engines.engine_process import free_port
+def _claim(out: Path, told: dict[str, dict]) -> None:
+    """Have ``out`` belong to the runs of ``told`` beside those that it holds. Raises InputError for runs that cannot
+    stand beside them."""
     from astrolabe_lab.record import write_whole
 
     path = out / "cells.json"
-    if path.exists():
-        known = json_object(path, "what these runs are")
-        if other := [name for name, value in told.items() if known.get(name) != value]:
+    known = json_object(path, "what these runs are") if path.exists() else {}
+    both = {}
+    for part, mine in told.items():
+        theirs = known.get(part, {})
+        if not isinstance(theirs, dict) or any(theirs.get(name, value) != value for name, value in mine.items()):
             raise InputError(
-                f"folder {str(out)!r} holds runs of other {', '.join(other)}: give those again, name another folder, "
-                "or remove it"
+                f"folder {str(out)!r} holds runs of other {part}: give those again, name another folder, or remove it"
             )
-        return known["port"]
-    port = free_port()
-    write_whole(path, json.dumps({"port": port, **told}, indent=1))
-    return port
-
-
-class _routed:
-    """The URL of a router process over the cluster, for as long as the context lasts."""
-
-    def __init__(self, cluster, cell: Cell, port: int, journal: Path, constants: list[str]):
-        self._command = [
-            sys.executable, "-m", "astrolabe_lab.cli", "route", "--cluster", str(cluster), "--policy", cell.policy,
-            "--seed", str(cell.seed), "--port", str(port), "--journal", str(journal), *constants,
-        ]  # fmt: skip
-
-    def __enter__(self) -> str:
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        self._process = subprocess.Popen(self._command, stdout=subprocess.PIPE, text=True, env=environment)
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait()
-            raise InputError(f"the router ended with code {self._process.returncode}: see above")
-        return json.loads(line)["url"]
-
-    def __exit__(self, *_) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(40)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        both[part] = theirs | mine
+    write_whole(path, json.dumps(both, indent=1))

@@ -12,19 +12,21 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from astrolabe_lab import record
 from astrolabe_lab.alone import alone
-from astrolabe_lab.engines.cluster_file import CLUSTER_FILE
+from astrolabe_lab.engines.cluster_file import read_cluster
 from astrolabe_lab.engines.needs import EMULATED_BYTES, check_memory
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.rng import stream
-from astrolabe_lab.serve.pools.runs import AGAIN, Cell, gates_of, plan, run_cells, tell
+from astrolabe_lab.serve.pools.runs import AGAIN, Cell, gates_of, kept, plan, run_cells, tell, validity_of
 from astrolabe_lab.serve.pools.world import World
 from astrolabe_lab.sweep.cell import Run, arrive, measure, own_rate, row_of
 from astrolabe_lab.sweep.conduct import described
@@ -39,7 +41,8 @@ if TYPE_CHECKING:
     from astrolabe_lab.engines.running import Cluster
     from astrolabe_lab.sweep.sources import Sources
 
-TOLD = ("constants", "poll_s")  # of a run's options, those that only its router is told
+TOLD = ("constants", "poll_s", "policy_seed")  # of a run's options, those that only its router is told
+ANSWERS_S = 5.0  # wall s that a running engine takes to accept a connection, at most
 POLL_S = 0.05  # unless told, as ``simulate_pools`` has it
 START_S, ROUTER_S = 60.0, 6.0  # engines and gates; a run's router and its own gates
 
@@ -69,6 +72,9 @@ class Block:
     def files(self) -> list[Path]:
         return [self.folder / f"{cell.name}.parquet" for cell in self.cells]
 
+    def complete(self) -> bool:
+        return all(file.exists() for file in self.files())
+
 
 def run(
     grid: Grid,
@@ -90,8 +96,6 @@ def run(
     Raises InputError for runs that no live pools can make, and as ``runs.run_cells``; GateError where a gate does not
     hold; EngineError for engines that do not start.
     """
-    import pandas as pd
-
     runs, sources = planned(grid)
     out = Path(out)
     worlds = _worlds(runs)
@@ -103,42 +107,42 @@ def run(
     out.mkdir(parents=True, exist_ok=True)
     told = {"parameters": described(grid), "seed": list(dict.fromkeys(one.seed for one in runs)), "live": live}
     with alone(out / "run.json"):
-        for file in files if redo_invalid else ():
-            if file.exists() and not _validity(pd.read_parquet(file))["valid"]:
-                file.unlink()
-        before, began, rows, status = _there(files), time.monotonic(), {}, "failed"
+        _check_kept(files, live, redo_invalid)
+        before, began, status = _there(files), time.monotonic(), "failed"
         record.note(out, new=True, status="running", **told)
+        if before:
+            say(f"{before} of {len(files)} runs are kept in {out}")
         try:
             for world, of_world in plans:
-                with _pools_of(world, pools, out, of_world, say) as folder:
+                if not (left := [block for block in of_world if not block.complete()]):
+                    continue
+                with _pools_of(world, pools, out, say) as folder:
                     asked = gates or gates_of(folder, say)
-                    for block in of_world:
+                    for block in left:
                         at = f"block {blocks.index(block) + 1} of {len(blocks)}, "
                         _run_block(block, runs, sources, folder, asked, lambda line, at=at: say(at + line))
                         _tell_left(files, before, time.monotonic() - began, say)
-                        for cell, file in zip(block.cells, block.files(), strict=True):
-                            index, extra = block.indices[cell.policy], cell.label != cell.policy
-                            rows[index, extra] = _row(runs[index], extra, pd.read_parquet(file))
             status = "ok"
         except KeyboardInterrupt:
             status = "interrupted"
             say(f"ended with {_there(files)} of {len(files)} runs kept in {out}; the same again goes on from there")
             raise
         finally:
-            frame = pd.DataFrame([rows[key] for key in sorted(rows)])
+            frame = _summary(runs, blocks)
             if len(frame):
                 write_frame(frame, out / SUMMARY)
             counts = {"all": len(files), "made": _there(files) - before, "made_before": before}
-            kept = {SUMMARY: len(frame)} if len(frame) else {}
-            record.note(out, status=status, runs=counts, rows=kept, wall_s=round(time.monotonic() - began, 3))
+            wrote = {SUMMARY: len(frame)} if len(frame) else {}
+            record.note(out, status=status, runs=counts, rows=wrote, wall_s=round(time.monotonic() - began, 3))
     return frame
 
 
-def estimate(grid: Grid, time_scale: float, again: bool = True) -> dict[str, object]:
-    """What the grid costs on live pools: ``runs, requests, pools`` (sets of them) and ``wall_s``, about: until the
-    simulator has answered the last request, and what starting takes on two cores. Raises InputError as ``run``."""
+def estimate(grid: Grid, pools: Cluster | str | Path | Emulated, again: bool = True) -> dict[str, object]:
+    """What ``run`` takes: ``runs, requests, pools`` (sets of them) and ``wall_s``, about: until the simulator has
+    answered the last request, and what starting takes on two cores. Raises InputError as ``run``."""
     runs, sources = planned(grid)
     worlds = _worlds(runs)
+    time_scale = _place(pools, [world for world, _ in worlds])["time_scale"]
     found = {"runs": 0, "requests": 0, "pools": len(worlds), "wall_s": START_S * len(worlds)}
     for world, indices in worlds:
         for block in _blocks(runs, indices, world, Path(), again):
@@ -174,33 +178,69 @@ def _place(pools: Cluster | str | Path | Emulated, worlds: list[World]) -> dict[
         )
     folder = Path(getattr(pools, "folder", pools))
     first.require(folder)
-    return {"cluster": str(folder)}
+    found = read_cluster(folder)
+    return {"world": found.world, "time_scale": found.time_scale, "cluster": str(folder)}
 
 
 def _require_own(out: Path, live: dict[str, object]) -> None:
     """Raise InputError where ``out`` holds other results than such runs'."""
     if not (found := record.read(out)):
         return
-    if "live" not in found:
+    held = found.get("live")
+    if not isinstance(held, dict):
         raise InputError(f"{out} holds the results of {found.get('notebook') or 'another run'}: name another folder")
-    if (held := found["live"].get("time_scale")) != live.get("time_scale"):
-        how = "on pools that ran already" if held is None else f"on emulated pools at time scale {held:g}"
-        raise InputError(f"{out} holds runs {how}: go on with those, or name another folder")
+    if any(held.get(name) != live[name] for name in ("world", "time_scale")):
+        raise InputError(
+            f"{out} holds runs on {held.get('world')} pools at time scale {held.get('time_scale')}: go on with those, "
+            "or name another folder"
+        )
+
+
+def _check_kept(files: list[Path], live: dict[str, object], redo_invalid: bool) -> None:
+    """Look at the runs that are kept; with ``redo_invalid`` remove those that do not count. Raises InputError for one
+    that was made elsewhere."""
+    for file in filter(Path.exists, files):
+        frame = kept(file)
+        made = frame["source"].iloc[0], frame.attrs["astrolabe"]["time_scale"]
+        if made != (live["world"], live["time_scale"]):
+            raise InputError(f"{file} was made on {made[0]} pools at time scale {made[1]}: name another folder")
+        if redo_invalid and not validity_of(frame)["valid"]:
+            file.unlink()
 
 
 @contextlib.contextmanager
-def _pools_of(world: World, pools, out: Path, blocks: list[Block], say: Callable[[str], None]) -> Iterator[Path]:
-    """The folder of the pools, which run as long as the context lasts, unless all their runs are kept."""
-    if not isinstance(pools, Emulated):
-        yield Path(getattr(pools, "folder", pools))
+def _pools_of(world: World, pools, out: Path, say: Callable[[str], None]) -> Iterator[Path]:
+    """The folder of the pools, which run as long as the context lasts."""
+    if isinstance(pools, Emulated):
+        say(f"starting pools {world.shape[0]}+{world.shape[1]}")
+        folder = out / f"pools-{world.key}"
+        with world.launch(pools.time_scale, folder=folder, progress=say):
+            yield folder
         return
-    folder = out / f"pools-{world.key}"
-    if (folder / CLUSTER_FILE).exists() and all(file.exists() for block in blocks for file in block.files()):
-        yield folder
-        return
-    say(f"starting pools {world.shape[0]}+{world.shape[1]}")
-    with world.launch(pools.time_scale, folder=folder, progress=say):
-        yield folder
+    folder = Path(getattr(pools, "folder", pools))
+    for engine in read_cluster(folder).engines:
+        there = urlsplit(engine["url"])
+        try:
+            socket.create_connection((there.hostname, there.port), ANSWERS_S).close()
+        except OSError:
+            raise InputError(
+                f"the pools of {str(folder)!r} do not run (nothing answers at {engine['url']}): {world.command()} "
+                "starts such"
+            ) from None
+    yield folder
+
+
+def _summary(runs: list[Run], blocks: list[Block]) -> pd.DataFrame:
+    """A row for each run that is kept, in the grid's order."""
+    import pandas as pd
+
+    rows = {}
+    for block in blocks:
+        for cell, file in zip(block.cells, block.files(), strict=True):
+            index, extra = block.indices[cell.policy], cell.label != cell.policy
+            if file.exists():
+                rows[index, extra] = _row(runs[index], extra, kept(file))
+    return pd.DataFrame([rows[key] for key in sorted(rows)])
 
 
 def _run_block(block: Block, runs: list[Run], sources: Sources, pools: Path, gates, say: Callable[[str], None]) -> None:
@@ -242,13 +282,10 @@ def _blocks(runs: list[Run], indices: list[int], world: World, out: Path, again:
             if len(by_policy) < len(traces[trace][name]):
                 raise InputError(f"{runs[by_policy.popitem()[1]]}: the same run is in the grid twice")
             title = trace.partition(" ")[0]
-            seed = runs[next(iter(by_policy.values()))].seed
+            first = runs[next(iter(by_policy.values()))]
+            seed = first.options.get("policy_seed", first.seed)
             blocks.append(Block(title, out / name, by_policy, plan([*by_policy], [title], seed, again)))
     return blocks
-
-
-def _validity(results: pd.DataFrame) -> dict:
-    return results.attrs["astrolabe"]["validity"]
 
 
 def _row(one: Run, again: bool, results: pd.DataFrame) -> dict[str, object]:
@@ -262,7 +299,7 @@ def _row(one: Run, again: bool, results: pd.DataFrame) -> dict[str, object]:
     qps = own_rate(results["arrived_s"]) if one.qps is None else one.qps
     row = row_of(one.cell, {"qps": qps} | found | pools.spread(own, n_decode))
     label = f"{one.cell.label} ({AGAIN})" if again else one.cell.label
-    preempted, validity = results.attrs["astrolabe"]["preemptions"], _validity(results)
+    preempted, validity = results.attrs["astrolabe"]["preemptions"], validity_of(results)
     more = {"preemptions": math.nan if preempted is None else preempted, "valid": validity["valid"]}
     more["why"] = "; ".join(validity["why"])
     return row | {"source": results["source"].iloc[0], "policy": label} | more

@@ -49,6 +49,10 @@ class World:
             raise InputError(
                 f"{run}: signals=leaked is of the simulator alone: no live router can be told true lengths"
             )
+        if not told.get("poll_s", 1.0) > 0:
+            raise InputError(
+                f"{run}: poll_s={told['poll_s']:g} is of the simulator alone: a live router polls now and then"
+            )
         hand_off = told["hand_off"]
         live = asdict(HandOff(hand_off.base_s, hand_off.per_block_s))
         if other := [name for name, value in asdict(hand_off).items() if value != live[name]]:
