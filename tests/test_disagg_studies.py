@@ -287,6 +287,8 @@ def test_the_command_writes_studies_at_rates_of_their_own_length(tmp_path, capsy
     assert main(["studies", "--out", str(tmp_path), "--studies", "gpus", *told, "--slopes", "0.0004", *few]) == 0
     assert len(Grid.load(tmp_path / "gpus.yaml")) == 6 * 2 * 2
     assert {cell.settings["decode_slope_s"] for cell in Grid.load(tmp_path / "gpus.yaml").cells()} == {4e-4}
+    with pytest.raises(InputError, match="no study is named; there are bursty"):
+        definitions.make([])
     assert main(["studies", "--out", str(tmp_path), "--studies", "widths"]) == 2
     assert "no study is called widths; there are bursty," in capsys.readouterr().err
 

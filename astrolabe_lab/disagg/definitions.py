@@ -40,6 +40,8 @@ def make(
     """
     from astrolabe_lab.disagg import published, saturation, services, studies
 
+    if not names:
+        raise InputError(f"no study is named; there are {', '.join(NAMES)}")
     if unknown := [name for name in names if name not in NAMES]:
         raise InputError(f"no study is called {', '.join(unknown)}; there are {', '.join(NAMES)}")
 
