@@ -270,7 +270,7 @@ def test_the_notebook_on_live_pools_starts_those_of_each_study_and_runs_the_simu
     for study, runs in zip(SMALL[name]["made"], (width, bursty), strict=True):
         assert set(runs.source) == {"emulated"} and (runs.ok == SMALL[name]["requests"]).all()
         beside = pd.read_parquet(executed(name).with_name(f"{study}_simulated.parquet"))
-        assert set(beside.workload) == set(runs.workload) and len(beside) == 2 * len(runs) / 3
+        assert set(beside.n) == set(runs.n) and set(beside.qps) == set(runs.qps) and len(beside) == 2 * len(runs) / 3
 
 
 def pools_notebook(tmp_path, monkeypatch, **given):
