@@ -271,7 +271,7 @@ def _blocks(runs: list[Run], indices: list[int], world: World, out: Path, again:
         one = runs[index]
         rate = "own" if one.qps is None else f"{one.qps:g}"
         trace = f"qps{rate}-seed{one.seed}"
-        asked = of_value([asdict(one.requests), one.arrivals, one.alpha])
+        asked = of_value([asdict(one.requests), one.arrivals, one.alpha, one.qps])
         told = of_value([world.key, asked, {name: one.options.get(name) for name in TOLD}])[:8]
         traces.setdefault(f"{trace} {asked}", {}).setdefault(f"{trace}-{told}", []).append(index)
     rng = stream(0, f"order of blocks {world.key}")
