@@ -260,6 +260,8 @@ def test_the_notebook_on_a_real_model_ran_every_request_on_engines_that_passed_t
     assert len(steps) > 200 and set(steps.mixed) == {True, False}
 
 
+@pytest.mark.long
+@pytest.mark.vllm
 @pytest.mark.slow
 def test_the_notebook_on_live_pools_starts_those_of_each_study_and_runs_the_simulators_requests(executed):
     name = "34_pools_on_live_engines"
