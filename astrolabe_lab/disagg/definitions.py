@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from astrolabe_lab.disagg import routers
 from astrolabe_lab.errors import InputError
 
 if TYPE_CHECKING:
@@ -84,6 +83,8 @@ def _check_slopes(slopes_s: Sequence[float]) -> None:
 
 
 def _check_policies(policies: Sequence[str]) -> None:
+    from astrolabe_lab.disagg import routers
+
     if isinstance(policies, str):
         raise InputError(f"policies={policies!r} should be a list of policies: write [{policies!r}]")
     known = [routers.spec(routers.parse(policy)) for policy in policies]
