@@ -208,7 +208,7 @@ def _given_again(args, a: pd.DataFrame) -> dict[str, pd.DataFrame]:
     if "policy" not in a or not {*runs} <= {*a}:
         return {}
     try:
-        twice = _joined(_load(args.a, f"{a['policy'].iloc[0]} ({AGAIN})", args.where + args.where_a))
+        twice = _joined(_load(args.a, a["policy"].iloc[0] + AGAIN, args.where + args.where_a))
     except InputError:  # it has no such runs: what else could be wrong with it was said when A itself was read
         return {}
     # Where the grid has not ended, some are missing.

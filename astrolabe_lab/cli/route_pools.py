@@ -8,8 +8,6 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.text_files import json_object
 from astrolabe_lab.urls import urls_of
 
-POLL_S = 0.05
-
 
 def are_meant(args) -> bool:
     """Whether the options name pools: URLs of both, or a cluster that has them."""
@@ -79,7 +77,7 @@ def pool_router(args):
         time_scale=time_scale, limits=limits_of(args),
         journal=Journal(args.journal, waits=True) if args.journal is not None else None,
         keep_prompts=args.journal_prompts, seed=args.seed, name_requests=bool(args.cluster), source=source,
-        n_prefill=len(prefill), constants=constants, poll_s=args.poll_s or POLL_S,
+        n_prefill=len(prefill), constants=constants, poll_s=args.poll_s or PoolRouter.poll_s,
     )  # fmt: skip
     if calibration:
         router.watch_drift(calibration.cost)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 GOODPUT = "goodput_share"
-AGAIN = "again"  # what the second run of a policy is called, in brackets
+AGAIN = " (again)"  # behind a policy's name: its second run
 EMULATED, SIMULATED = "emulated", "simulated"  # sources
 SLOPE_S, SLOPE = "decode_slope_s", "decode slope (ms a stream)"
 
@@ -154,7 +154,7 @@ def apart(summary: pd.DataFrame, metric: str = GOODPUT) -> pd.Series:
     """How far two runs of one policy lie apart, wherever one ran twice (``NAME (again)``): A/A, of live runs."""
     from astrolabe_lab.sweep.cell import varied
 
-    runs = summary.assign(policy=summary["policy"].str.removesuffix(f" ({AGAIN})"))
+    runs = summary.assign(policy=summary["policy"].str.removesuffix(AGAIN))
     twice = runs.groupby([*varied(runs), "seed"], sort=False)[metric].agg(["size", "min", "max"])
     return (twice["max"] - twice["min"])[twice["size"] == 2]
 

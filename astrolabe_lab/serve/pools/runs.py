@@ -60,7 +60,7 @@ def plan(policies: list[str], traces: list[str], seed: int = 0, again: bool = Tr
     for trace in traces:
         block = [Cell(policy, trace, seed, policy) for policy in policies]
         if again:
-            block.append(Cell(policies[0], trace, seed + 1, f"{policies[0]} ({AGAIN})"))
+            block.append(Cell(policies[0], trace, seed + 1, policies[0] + AGAIN))
         blocks.append([block[j] for j in rng.permutation(len(block))])
     return [cell for j in rng.permutation(len(blocks)) for cell in blocks[j]]
 
@@ -152,7 +152,7 @@ def run_cells(
         frame = frame.assign(cell=cell.name, policy=cell.label)
         told |= {"pool_gates": pool_gates, "gates": [asdict(one) for one in verdicts]}
         save(frame, path, time_scale=pools.time_scale, **told)
-        frames.append(kept(path))
+        frames.append(frame)
         say(f"{at}: {frame['status'].value_counts().to_dict()}{_why(told['validity'])}")
     return pd.concat(frames, ignore_index=True)
 

@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 TOLD = ("constants", "poll_s", "policy_seed")  # of a run's options, those that only its router is told
 ANSWERS_S = 5.0  # wall s that a running engine takes to accept a connection, at most
-POLL_S = 0.05  # unless told, as ``simulate_pools`` has it
 START_S, ROUTER_S = 60.0, 6.0  # engines and gates; a run's router and its own gates
 
 
@@ -248,7 +247,9 @@ def _run_block(block: Block, runs: list[Run], sources: Sources, pools: Path, gat
     block.folder.mkdir(parents=True, exist_ok=True)
     constants = block.folder / "constants.json"
     record.write_whole(constants, json.dumps(first.options["constants"].to_dict(), indent=1))
-    route = ["--constants-from", str(constants), "--poll-s", f"{first.options.get('poll_s', POLL_S):g}"]
+    route = ["--constants-from", str(constants)]
+    if "poll_s" in first.options:
+        route += ["--poll-s", f"{first.options['poll_s']:g}"]
     traces = {block.trace: arrive(first, sources.frames)}
     run_cells(pools, block.cells, traces, block.folder, route, say=say, gates=gates)
 
@@ -298,7 +299,7 @@ def _row(one: Run, again: bool, results: pd.DataFrame) -> dict[str, object]:
     own = results.assign(decode_instance=results["instance"] - n_prefill)
     qps = own_rate(results["arrived_s"]) if one.qps is None else one.qps
     row = row_of(one.cell, {"qps": qps} | found | pools.spread(own, n_decode))
-    label = f"{one.cell.label} ({AGAIN})" if again else one.cell.label
+    label = one.cell.label + AGAIN * again
     preempted, validity = results.attrs["astrolabe"]["preemptions"], validity_of(results)
     more = {"preemptions": math.nan if preempted is None else preempted, "valid": validity["valid"]}
     more["why"] = "; ".join(validity["why"])
