@@ -14,7 +14,7 @@ class ScriptedEngine:
     break (closes in mid-stream); cut (ends in mid-stream, properly for HTTP); error (an error event for a first
     event), late-error (in mid-stream); twice (its end comes twice); mortal (a request with ``seed`` ends the engine).
     ``metrics``: what ``/metrics`` says, None for 404, once ``telling`` is set; ``compresses``: whole answers, where
-    that is accepted.
+    that is accepted; ``hold_at``: the token of a stream that waits until ``going`` is set.
     """
 
     def __init__(self, tokens=8, token_s=0.0, first_s=0.0):
@@ -24,6 +24,9 @@ class ScriptedEngine:
         self.compresses = False
         self.telling = asyncio.Event()
         self.telling.set()
+        self.hold_at = 0
+        self.going = asyncio.Event()
+        self.going.set()
         self.model = "m"  # that it lists
         self.text = " t"  # of a token
         self.text_tokens = 7  # that it counts in a prompt of text
@@ -118,6 +121,8 @@ class ScriptedEngine:
         if self.script == "head":
             await asyncio.sleep(3600)
         for j in range(n):
+            if j == self.hold_at:
+                await self.going.wait()
             if self.script == "error" or (self.script == "late-error" and j == n // 2):
                 error = {"message": "EngineDeadError", "type": "InternalServerError", "code": 500}
                 await answer.write(b"data: " + json.dumps({"error": error}).encode() + b"\n\ndata: [DONE]\n\n")

@@ -6,6 +6,7 @@ import random
 import socket
 import time
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -46,27 +47,30 @@ async def slowly(answer, seconds):
 def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(tmp_path, leaves):
     whole = request_bytes()
     part = {"in its head": 20, "in its body": len(whole) - 10}.get(leaves, len(whole))
-    until = {"while counted": 1.0, "while tagged": 1.0}
+    reached = leaves in ("before the first byte", "in the stream")
 
     async def story():
         async with (
-            scripted_engines(1, token_s=0.05, first_s=1.0 if leaves == "before the first byte" else 0.0) as engines,
+            scripted_engines(1) as engines,
             routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url),
         ):
+            engines[0].hold_at = 1 if leaves == "in the stream" else 0
+            engines[0].going.clear()
             if leaves == "while counted":
-                router.count_tokens = lambda asked: slowly((5, "bytes"), until[leaves])
+                router.count_tokens = lambda asked: slowly((5, "bytes"), 3600.0)
             if leaves == "while tagged":
-                router.lengths = lambda asked: slowly((5, "constant"), until[leaves])
-            for _ in range(5):
+                router.lengths = lambda asked: slowly((5, "constant"), 3600.0)
+            for j in range(5):
                 async with connection(url) as (reader, writer):
                     writer.write(whole[:part])
                     await writer.drain()
+                    while leaves != "in its head" and not router.in_flight or reached and len(engines[0].seen) == j:
+                        await asyncio.sleep(0.01)
                     if leaves == "in the stream":
                         await reader.readuntil(b"data:")
                     await asyncio.sleep(0.05)
-            await idle(router, engines)
+                await idle(router, engines)
             assert router.counters.outcomes["aborted"] == (0 if leaves == "in its head" else 5)
-            reached = leaves in ("before the first byte", "in the stream")
             assert len(engines[0].seen) == (5 if reached else 0)
             assert engines[0].aborted == (5 if reached else 0)
             assert router.instances[0].breaker.in_a_row == 0, list(router.counters.outcomes)
@@ -124,7 +128,8 @@ def test_slow_clients_are_let_go_whatever_they_are_slow_at(tmp_path):
             await asyncio.sleep(every_s)
 
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (router, _, url):
+        limits = replace(QUICK, head_s=0.4, body_s=0.5)
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=limits) as (router, _, url):
             whole = request_bytes()
             head = whole.index(b"\r\n\r\n") + 4
             async with connection(url) as (reader, writer):  # a head that never ends
@@ -147,7 +152,7 @@ def test_a_client_that_does_not_read_its_answer_is_let_go_and_its_engine_freed(t
     async def story():
         async with (
             scripted_engines(1, token_s=0.001) as engines,
-            routed(engines, tmp_path / "j", limits=QUICK) as (router, _, url),
+            routed(engines, tmp_path / "j", limits=replace(QUICK, write_s=0.5)) as (router, _, url),
         ):
             engines[0].text = "t" * 50_000
             host, _, port = url.removeprefix("http://").partition(":")

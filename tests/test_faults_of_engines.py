@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import re
 from dataclasses import replace
 
@@ -33,13 +34,17 @@ def test_an_engine_killed_while_idle_costs_nobody_an_answer(tmp_path):
 def test_an_engine_killed_while_streaming_fails_its_requests_and_no_others(tmp_path):
     async def story():
         async with (
-            scripted_engines(2, token_s=0.05) as engines,
+            scripted_engines(2) as engines,
             routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url),
         ):
+            for engine in engines:
+                engine.hold_at = 1
+                engine.going.clear()
             asking = [asyncio.create_task(ask(session, url, max_tokens=40)) for _ in range(10)]
             while sum(e.streamed > 0 for i in router.instances for e in i.ledger.entries.values()) < 10:
                 await asyncio.sleep(0.01)
             engines[0].die()
+            engines[1].going.set()
             answers = await asyncio.gather(*asking)
             for status, body, headers in answers:
                 assert status == 200
@@ -82,10 +87,12 @@ def test_an_engine_killed_before_the_first_byte_hands_its_requests_on(tmp_path):
 @pytest.mark.parametrize("script", ["silent", "head", "error", "http:503", "refuse"])
 def test_an_engine_that_never_answers_is_passed_over_then_left_alone(tmp_path, script):
     async def story():
-        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+        limits = replace(QUICK, first_byte_s=1.0)
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j", limits=limits) as (
             router, session, url,
         ):  # fmt: skip
             engines[0].script = script
+            router.instances[0].breaker.cool_s = math.inf
             for _ in range(6):
                 status, body, headers = await ask(session, url)
                 assert (status, headers["X-Astrolabe-Instance"]) == (200, "1"), body
@@ -104,6 +111,7 @@ def test_an_engine_whose_answers_always_break_off_is_left_alone_too(tmp_path, sc
             router, session, url,
         ):  # fmt: skip
             engines[0].script = script
+            router.instances[0].breaker.cool_s = math.inf
             for _ in range(12):
                 await ask(session, url)
             assert len(engines[0].seen) == Breaker.failures
@@ -190,7 +198,7 @@ def test_an_end_that_comes_twice_is_one_outcome(tmp_path):
 def test_health_goes_and_comes_with_hysteresis_and_a_draining_engine_finishes_what_it_has(tmp_path, caplog):
     async def story():
         async with (
-            scripted_engines(2, token_s=0.03) as engines,
+            scripted_engines(2) as engines,
             routed(engines, tmp_path / "j", limits=QUICK, api_key="k") as (router, session, url),
         ):
             session.headers["Authorization"] = "Bearer k"
@@ -201,12 +209,16 @@ def test_health_goes_and_comes_with_hysteresis_and_a_draining_engine_finishes_wh
             engines[0].healthy = True
             while not router.instances[0].health.healthy:
                 await asyncio.sleep(0.01)
+            for engine in engines:
+                engine.going.clear()
             under_way = [asyncio.create_task(ask(session, url, max_tokens=20)) for _ in range(4)]
             await dispatched(router, 4)
+            engines[0].going.set()
             async with session.post(url + "/instances/1", json={"draining": True}) as answer:
                 assert answer.status == 200 and (await answer.json())["draining"]
             later = [await ask(session, url) for _ in range(4)]
             assert {headers["X-Astrolabe-Instance"] for _, _, headers in later} == {"0"}
+            engines[1].going.set()
             before = await asyncio.gather(*under_way)
             assert {headers["X-Astrolabe-Instance"] for _, _, headers in before} == {"0", "1"}
             assert {status for status, _, _ in before} == {200}
@@ -278,12 +290,13 @@ def test_metrics_that_are_cut_off_are_a_fault_of_the_engine_s_and_the_router_ask
 
 def test_a_request_that_ends_while_the_engine_is_asked_is_not_taken_for_another_client_s(tmp_path):
     async def story():
-        limits = replace(QUICK, first_byte_s=5.0, scrape_s=0.02)
+        limits = replace(QUICK, scrape_s=0.02)
         async with (
-            scripted_engines(1, first_s=0.3) as engines,
+            scripted_engines(1) as engines,
             routed(engines, tmp_path / "j", limits=limits) as (router, session, url),
         ):
             (engine,), (instance,) = engines, router.instances
+            engine.going.clear()
             asking = asyncio.create_task(ask(session, url))
             await dispatched(router, 1)
             engine.metrics = IDLE_METRICS.replace("running 0", "running 1")  # which is ours
@@ -293,6 +306,7 @@ def test_a_request_that_ends_while_the_engine_is_asked_is_not_taken_for_another_
             asked_s = instance.gauges.taken_s
             while instance.coming.taken_s <= asked_s:  # the next look is under way
                 await asyncio.sleep(0.01)
+            engine.going.set()
             assert (await asking)[0] == 200
             before = instance.gauges
             engine.telling.set()

@@ -12,14 +12,17 @@ from scripted_pools import scripted_pools
 
 from astrolabe_lab.disagg.policies import LeastLoadedPair
 from astrolabe_lab.serve import journal
-from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.pools.records import rows
 
 
 def test_a_prefill_engine_that_fails_is_passed_over_before_the_client_has_seen_anything(tmp_path):
+    limits = replace(LIMITS, first_byte_s=1.0)
+
     async def story():
-        async with scripted_pools(2, 1) as (prefill, decode), routed((prefill, decode), tmp_path / "j") as found:
-            router, session, url = found
+        async with (
+            scripted_pools(2, 1) as (prefill, decode),
+            routed((prefill, decode), tmp_path / "j", limits=limits) as (router, session, url),
+        ):
             for script in ("http:500", "refuse", "silent"):
                 prefill[0].script, router.policy.count = script, 0
                 status, _, headers = await ask(session, url)
@@ -42,7 +45,8 @@ def test_one_bound_holds_for_the_tries_of_both_steps(tmp_path, tries, script):
             scripted_pools(5, 5) as (prefill, decode),
             routed((prefill, decode), tmp_path / "j", limits=limits) as (router, session, url),
         ):
-            await asyncio.sleep(0.1)  # past the first probes
+            while any(instance.gauges.taken_s < 0 for instance in router.instances):  # past the first probes
+                await asyncio.sleep(0.01)
             for engine in prefill:
                 await engine.stop()
             for engine in decode:
@@ -234,7 +238,6 @@ def test_a_client_that_leaves_in_mid_stream_ends_the_request_at_decode(tmp_path)
 def test_chaos_loses_nothing_and_leaks_nothing(tmp_path):
     dice = random.Random(5)
     n = 160
-    limits = Limits(probe_s=0.05, first_byte_s=0.5, between_bytes_s=0.5, drain_s=1.0)
 
     async def one(session, url):
         with_patience = aiohttp.ClientTimeout(total=dice.choice([0.02, 0.1, 5.0, 5.0, 5.0]))
@@ -256,7 +259,7 @@ def test_chaos_loses_nothing_and_leaks_nothing(tmp_path):
         pools = scripted_pools(2, 3, token_s=0.004)
         async with (
             pools as (prefill, decode),
-            routed((prefill, decode), tmp_path / "j", LeastLoadedPair(), limits) as (router, session, url),
+            routed((prefill, decode), tmp_path / "j", LeastLoadedPair()) as (router, session, url),
         ):
             trouble = asyncio.create_task(troubles(prefill, decode))
             gate = asyncio.Semaphore(12)

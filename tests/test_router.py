@@ -27,7 +27,7 @@ async def constant(asked):
 
 @asynccontextmanager
 async def routed(engines, path, policy="round_robin", **options):
-    limits = options.pop("limits", Limits(probe_s=0.05, first_byte_s=1.0, between_bytes_s=1.0, drain_s=1.0))
+    limits = options.pop("limits", Limits(probe_s=0.05, drain_s=1.0))
     config, predictors = options.pop("config", EngineConfig()), options.pop("predictors", lambda: None)
     statuses = options.pop("statuses", [None] * len(engines))
     router = Router(
@@ -105,7 +105,10 @@ def test_an_engine_that_may_compress_is_asked_not_to(tmp_path):
 
 def test_an_engine_that_fails_before_its_first_byte_is_passed_over(tmp_path):
     async def story():
-        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j") as (router, session, url):
+        limits = Limits(probe_s=0.05, first_byte_s=1.0, drain_s=1.0)
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j", limits=limits) as (
+            router, session, url,
+        ):  # fmt: skip
             for script in ("http:500", "refuse", "silent"):
                 engines[0].script = script
                 status, body, headers = await ask(session, url)
