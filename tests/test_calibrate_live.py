@@ -4,6 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
+from marks import measures_time
 from timed_engine import TimedEngine
 
 from astrolabe_lab import InputError
@@ -32,6 +33,7 @@ def with_engine(story):
     return asyncio.run(asyncio.wait_for(both(), 180))
 
 
+@measures_time
 def test_what_is_found_over_http_is_what_the_engine_s_own_steps_took():
     found, log = with_engine(
         lambda target, engine: (calibrate(target, 60, rounds=1, progress=lambda line: None), engine.log)
@@ -48,6 +50,7 @@ def test_what_is_found_over_http_is_what_the_engine_s_own_steps_took():
     assert found.overhead_s < 0.1
 
 
+@measures_time
 def test_windows_hold_exactly_the_steps_that_the_engine_ran():
     def story(target, engine):
         rough = roughly(target)
@@ -59,8 +62,8 @@ def test_windows_hold_exactly_the_steps_that_the_engine_ran():
         return seen
 
     (decode, _), (mixed, log) = with_engine(story)
-    (window,) = decode
-    (steps,) = window.steps
+    assert [len(window.steps) for window in decode] == [1]
+    (steps,) = decode[0].steps
     assert (steps.sequences, steps.mixed) == (4, False) and steps.times > 12
     chunks = [(each[1], each[2]) for each in log if each[0]]
     read = [(s.new_tokens, s.sequences) for window in mixed for s in window.steps if s.mixed]

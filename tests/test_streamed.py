@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from marks import measures_time
 from test_routing import own_routers
 from timed_engine import TimedEngine
 
@@ -41,6 +42,7 @@ def simulated():
     return calibrate(SimulatedTarget(config, COST), budget_s=60, rounds=1, progress=lambda line: None)
 
 
+@measures_time
 @pytest.mark.slow
 @pytest.mark.parametrize("pools", [False, True])
 def test_the_slope_through_a_real_router_process_is_the_engine_s_own(pools):

@@ -12,7 +12,8 @@ class TimedEngine:
     """Decodes what runs, gives the rest of ``room`` tokens to prompts in order; a step sleeps what ``cost`` says.
 
     Of pools it is either engine: it keeps blocks for decode by saying so, and of a prompt that was handed over computes
-    the last token. ``log``: (mixed, new_tokens, sequences, context_tokens, attention, seconds as it was) of every step.
+    the last token. ``log``: (mixed, new_tokens, sequences, context_tokens, attention, seconds as it was) of every step;
+    its seconds go from the end of the step before it, if there was one, as those that its clients see.
     """
 
     def __init__(self, cost, seats, room, blocks=512, model="m"):
@@ -39,6 +40,7 @@ class TimedEngine:
         return answer
 
     async def run(self):
+        ended = None
         while True:
             plan, left, mixed, context, attention = [], self.room, False, 0, 0.0
             while self.waiting and len(self.running) < self.seats:
@@ -56,8 +58,9 @@ class TimedEngine:
                 plan.append((job, n))
             if not plan:
                 await asyncio.sleep(0.0005)
+                ended = None
                 continue
-            began = time.monotonic()
+            began = time.monotonic() if ended is None else ended
             counts = self.room - left, len(plan), context, attention
             await asyncio.sleep(self.cost.step_seconds(*counts, mixed))
             for job, n in plan:
@@ -68,7 +71,8 @@ class TimedEngine:
                     if job["made"] == job["want"]:
                         job["came"].put_nowait(None)
                         self.running.remove(job)
-            self.log.append((mixed, *counts, time.monotonic() - began))
+            ended = time.monotonic()
+            self.log.append((mixed, *counts, ended - began))
 
     async def models(self, http):
         return web.json_response({"data": [{"id": self.model, "max_model_len": 2048}]})

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pandas as pd
 import pytest
+from marks import measures_time
 
 from astrolabe_lab import bench, fit, policies
 from astrolabe_lab.engines.pace import read_pace
@@ -59,6 +60,7 @@ def lateness(cluster, steps, pace):
     return pace["late_s"] / pace["modelled_s"]
 
 
+@measures_time
 def test_tpot_and_ttft_are_those_of_the_simulator_alone_and_in_a_batch(cluster):
     one_token, its_step, _ = send(cluster, requests([(8, 1)] * 6), concurrency=1)
     front_s = one_token["e2e_from_send_s"].max() - its_step["seconds"].min()  # server, client, network at their slowest
@@ -95,6 +97,7 @@ def test_a_true_length_in_vllm_xargs_ends_the_answer_by_end_of_sequence(cluster)
     assert answer["usage"]["completion_tokens"] == 11
 
 
+@measures_time
 def test_an_engine_s_step_log_gives_its_step_cost_back(cluster):
     sizes = [(int(p), int(o)) for p, o in zip(np.linspace(20, 700, 24), np.linspace(40, 4, 24), strict=True)]
     _, steps, pace = send(cluster, requests(sizes, gap_s=0.15))
@@ -105,6 +108,7 @@ def test_an_engine_s_step_log_gives_its_step_cost_back(cluster):
     assert off.mean() < 0.05 + lateness(cluster, steps, pace)
 
 
+@measures_time
 def test_slow_down_jitter_and_stall_act_at_run_time(cluster):
     trace = requests([(20, 30)])
     try:
@@ -133,6 +137,7 @@ def test_slow_down_jitter_and_stall_act_at_run_time(cluster):
         cluster.disturb(0, slowdown=1.0, jitter=0.0, stalled=False)
 
 
+@measures_time
 def test_our_figures_are_those_of_vllm_s_own_load_client(cluster, tmp_path):
     script = (
         "import argparse\nfrom vllm.benchmarks.serve import add_cli_args, main\n"
@@ -156,6 +161,7 @@ def test_our_figures_are_those_of_vllm_s_own_load_client(cluster, tmp_path):
         assert ours[name].mean() * cluster.time_scale * 1e3 == pytest.approx(theirs[key], rel=near), name
 
 
+@measures_time
 def test_our_figures_are_those_of_the_openai_package_s_stream(cluster):
     openai = pytest.importorskip("openai")
     client = openai.OpenAI(base_url=cluster.urls[0] + "/v1", api_key="none", max_retries=0)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import pandas as pd
 import pytest
+from marks import measures_time
 
 from astrolabe_lab import arrivals, bench, length
 from astrolabe_lab.calibrate import Transfer
@@ -151,6 +152,7 @@ def test_blocks_that_expired_are_computed_again_and_a_client_that_left_leaves_no
     assert sum("expired" in each for each in transfers(emulated)) == 1  # let go, not left to expire
 
 
+@measures_time
 def test_the_decode_slope_through_a_router_is_that_of_the_emulated_steps(emulated):
     until = time.monotonic() + 60
     prefill, decode = targets_of(emulated.folder)

@@ -10,6 +10,7 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
+from marks import measures_time
 
 from astrolabe_lab import bench, cli
 from astrolabe_lab.engines import engine_cost
@@ -138,6 +139,7 @@ def test_answers_are_collected_from_the_served_model_and_a_length_model_learns_f
     assert (fitted.predict(answers["prompt"].tolist()) > 0).all()
 
 
+@measures_time
 def test_a_step_cost_fitted_to_the_engines_own_steps_orders_requests_as_they_turn_out(real):
     measured = asyncio.run(engine_cost.measure(real, alone=4, together=24))
     assert set(measured.fit.regimes) == {"decode", "mixed"} and 0 < measured.cost.frontend_s < 1

@@ -7,6 +7,7 @@ import time
 from contextlib import contextmanager
 
 import pytest
+from marks import measures_time
 
 from astrolabe_lab import arrivals, bench, length, policies
 from astrolabe_lab.engines.pace import read_pace
@@ -89,6 +90,7 @@ def test_vllm_s_own_load_client_runs_against_the_router(cluster, url, tmp_path):
     assert result["total_output_tokens"] == 24 * 16
 
 
+@measures_time
 def test_a_trace_leaves_one_row_a_request_and_the_simulator_says_much_the_same(cluster, tmp_path):
     trace = trace_of(60, qps=8.0)
     with router(cluster, "astrolabe:k=2", tmp_path / "journal") as address:
