@@ -6,6 +6,7 @@ import time
 import pytest
 
 from astrolabe_lab.calibrate import Transfer
+from astrolabe_lab.disagg import settings
 from astrolabe_lab.engines.engine_process import free_port
 from astrolabe_lab.errors import InputError
 from astrolabe_lab.serve.pools.desk import Caller, Desk
@@ -92,3 +93,18 @@ def test_a_hand_off_that_no_cluster_file_could_tell_is_refused_before_engines_st
 
 def test_a_hand_off_may_take_no_time_and_always_fail():
     assert Handover.parse("base_s=0,per_block_s=0,fail_share=1").to_dict()["fail_share"] == 1
+
+
+@pytest.mark.parametrize("read", [Handover.parse, settings.hand_off])
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("base_s=0.1,base_s=0.2", "base_s is given twice"),
+        ("base=0.1", "unknown key 'base'; allowed: base_s, "),
+        ("base_s", "'base_s' is not key=value"),
+        ("base_s=soon", "base_s=soon must be a number"),
+    ],
+)
+def test_a_hand_off_is_read_alike_by_launch_and_by_simulate(read, text, told):
+    with pytest.raises(InputError, match=f"hand-off: {told}"):
+        read(text)

@@ -57,9 +57,7 @@ class Handover:
     def parse(cls, text: str) -> Handover:
         """Of ``key=value,...`` with the keys of HAND_OFF, on top of the defaults. Raises InputError."""
         told = dict(zip(HAND_OFF, (TRANSFER.latency_s, TRANSFER.per_block_s, EXPIRY_S, 0.0), strict=True))
-        for key, value in key_values(text):
-            if key not in told:
-                raise InputError(f"hand-off: unknown key {key!r}; allowed: {', '.join(HAND_OFF)}")
+        for key, value in key_values(text, HAND_OFF).items():
             try:
                 told[key] = float(value)
             except ValueError:
