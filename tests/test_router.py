@@ -88,6 +88,18 @@ def test_an_answer_passes_through_unchanged_and_leaves_one_row(tmp_path, stream)
     assert row["instance"] == 0
 
 
+@pytest.mark.parametrize(("given", "kept"), [("abc-1", "abc-1"), ("\xe9" * 300, "\xe9" * 200), ("", None)])
+def test_what_a_client_calls_its_request_is_in_the_journal_beside_the_router_s_number(tmp_path, given, kept):
+    async def story():
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (_, session, url):
+            session.headers["X-Request-Id"] = given
+            return (await ask(session, url))[2]["X-Request-Id"]
+
+    answered = run(story())
+    (made,) = [entry for entry in journal.read(tmp_path / "j") if entry["event"] == "decision"]
+    assert (made["rid"], made["client_rid"]) == (int(answered), kept)
+
+
 def test_an_engine_that_may_compress_is_asked_not_to(tmp_path):
     """What it compressed would reach the client as garbage, and tell the router nothing."""
 

@@ -1,10 +1,11 @@
 """The router's journal: one JSON line a decision, one when it ends, appended; what is torn at its end is dropped.
 
 ``{"event": "router", "policy", "seed", "engines": [{instance, engine, cost}], ...}`` where a router starts;
-``{"event": "decision", "rid", "time_s", "prompt_tokens", "predicted_tokens", "slo", "signals": [{instance, ...}],
-"statuses": [...], "unseen": [[sent_s, prompt, predicted]...], "predicted_e2e_s": {instance: s}, "instance", ...}``, all
-that the decision was made from; ``{"event": "outcome", "rid", "time_s", "status", "instance", "output_tokens",
-"ttft_s", "e2e_s", ...}``, one a request, besides one with status ``retried`` for each dispatch that another followed;
+``{"event": "decision", "rid", "client_rid" (its X-Request-Id), "time_s", "prompt_tokens", "predicted_tokens", "slo",
+"signals": [{instance, ...}], "statuses": [...], "unseen": [[sent_s, prompt, predicted]...], "predicted_e2e_s":
+{instance: s}, "instance", ...}``, all that the decision was made from; ``{"event": "outcome", "rid", "time_s",
+"status", "instance", "output_tokens", "ttft_s", "e2e_s", ...}``, one a request, besides one with status ``retried``
+for each dispatch that another followed;
 ``{"event": "probe", "rid", "instance", "ttft_s", "e2e_s"}``, of each candidate, where a decision (``"probe": true``)
 sent its request to all of them.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 SLO_CLASSES = ("tight", "loose")
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -27,7 +27,7 @@ class Refusal(Exception):
 @dataclass(slots=True)
 class Asked:
     """A parsed request. ``text``: what the tagger reads; ``prompt_ids``: how many token ids the prompt is, where it is
-    given as ids; ``messages``: of a chat; ``slo``: its class."""
+    given as ids; ``messages``: of a chat; ``slo``: its class; ``client_rid``: its X-Request-Id."""
 
     body: dict
     path: str
@@ -39,7 +39,7 @@ class Asked:
     slo: str = "loose"
     max_tokens: int | None = None
     predicted_tokens: int | None = None
-    headers: dict = field(default_factory=dict)
+    client_rid: str | None = None
 
 
 def parse(path: str, raw: bytes, headers, models: list[str]) -> Asked:
@@ -70,7 +70,7 @@ def parse(path: str, raw: bytes, headers, models: list[str]) -> Asked:
     stream = body.get("stream", False)
     if not isinstance(stream, (bool, type(None))):
         raise Refusal(400, f"stream={stream!r:.60} must be true or false")
-    asked = Asked(body, path, model, bool(stream), slo=_slo(headers))
+    asked = Asked(body, path, model, bool(stream), slo=_slo(headers), client_rid=_client_rid(headers))
     asked.max_tokens = _whole(body, "max_tokens") or _whole(body, "max_completion_tokens")
     asked.predicted_tokens = _predicted(headers)
     if isinstance(xargs := body.get("vllm_xargs"), dict):  # an engine of ours would take another kind for unknown
@@ -87,6 +87,11 @@ def _slo(headers) -> str:
     if slo not in SLO_CLASSES:
         raise Refusal(400, f"x-slo-class={slo!r:.60} is unknown; allowed: {', '.join(SLO_CLASSES)}")
     return slo
+
+
+def _client_rid(headers) -> str | None:
+    """Its first 200 characters; what is no Unicode in it is replaced."""
+    return headers.get("x-request-id", "")[:200].encode(errors="replace").decode() or None
 
 
 def _predicted(headers) -> int | None:

@@ -65,6 +65,7 @@ class Records:
             {
                 "event": "decision",
                 "rid": request.rid,
+                "client_rid": asked.client_rid,
                 "time_s": view.now_s,
                 "arrived_s": request.arrived_s,
                 "attempt": attempt,

@@ -76,8 +76,9 @@ class PoolRecords(Records):
         view = pair.seen
         self.journal.write(
             {
-                "event": "pair", "rid": request.rid, "time_s": view.now_s, "arrived_s": request.arrived_s,
-                "attempt": attempt, "model": asked.model, **({"prompt": asked.text} if self.keep_prompts else {}),
+                "event": "pair", "rid": request.rid, "client_rid": asked.client_rid, "time_s": view.now_s,
+                "arrived_s": request.arrived_s, "attempt": attempt, "model": asked.model,
+                **({"prompt": asked.text} if self.keep_prompts else {}),
                 "prompt_tokens": request.prompt_tokens, "prompt_tokens_from": counted,
                 "predicted_tokens": request.predicted_tokens, "predicted_tokens_from": tagged, "slo": request.slo,
                 "policy": self.policy_name, "prefill": _plain(view.prefill), "decode": _plain(view.decode),
@@ -110,8 +111,9 @@ def rows(path: str | Path) -> pd.DataFrame:
 
     rid, arrived_s, prompt_tokens, predicted_tokens, slo, prefill_instance, decode_instance, prefill_finished_s,
     transfer_started_s (the decode engine was asked), first_token_s, finished_s, ttft_s, e2e_s, generated_tokens,
-    blocks, attempts, decision_s, status, reason, policy; modelled seconds. prefill_instance is -1 where the decode
-    engine computed the prompt itself. Raises InputError for a damaged journal.
+    blocks, attempts, decision_s, status, reason, policy, client_rid (its X-Request-Id, if it had one); modelled
+    seconds. prefill_instance is -1 where the decode engine computed the prompt itself. Raises InputError for a damaged
+    journal.
     """
     import pandas as pd
 
@@ -142,6 +144,7 @@ def _into(found: dict[int, dict], entry: dict) -> None:
             "decision_s", "policy",
         ):  # fmt: skip
             row[name] = entry[name]
+        row["client_rid"] = entry.get("client_rid")
     elif entry["event"] == "prefilled" and entry["status"] == "ok":
         row["prefill_finished_s"], row["blocks"] = entry["time_s"], entry["blocks"]
     elif entry["event"] == "outcome":
