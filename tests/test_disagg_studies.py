@@ -17,10 +17,10 @@ GRIDS = {
     "bursty": (lambda: studies.bursty(ANCHORS, [0, 1], 50), 2 * 7 * 2),
     "calibration": (lambda: studies.calibration(ANCHORS, [0, 1], 50), 2 * 2 * 2 * 2),
     "families": (lambda: studies.families({"mixed": ANCHORS, "chat": ANCHORS}, [0], 50), 2 * 2 * 7),
-    "width": (lambda: studies.width(ANCHORS, [0], 50), 2 * 3 * 6),
-    "gpus": (lambda: studies.gpus(ANCHORS, [0], 50), 2 * 6 * 6),
-    "starved": (lambda: studies.starved([6, 9], studies.SLOPES_S, [0], 50, (0.05, 1.0)), 2 * 3 * 2 * 7),
-    "load": (lambda: studies.load(ANCHORS, [0], 50), 2 * 5 * 6),
+    "width": (lambda: studies.width(ANCHORS, [0], 50), 2 * 3 * 7),
+    "gpus": (lambda: studies.gpus(ANCHORS, [0], 50), 2 * 6 * 7),
+    "starved": (lambda: studies.starved([6, 9], studies.SLOPES_S, [0], 50, (0.05, 1.0)), 2 * 3 * 2 * 8),
+    "load": (lambda: studies.load(ANCHORS, [0], 50), 2 * 5 * 7),
     "ablation": (lambda: studies.ablation(ANCHORS, [0], 50), 2 * 2 * 8),
     "length_error": (lambda: studies.length_error(ANCHORS, [0], 50), 2 * 4 * 3),
     "kv_budget": (lambda: studies.kv_budget(ANCHORS, [0], 50), 2 * 4 * 6),
@@ -280,7 +280,7 @@ def test_the_command_writes_studies_at_rates_of_their_own_length(tmp_path, capsy
     told = ["--requests", "40", "--seeds", "2", "--search-seeds", "1", "--workers", "1"]
     few = ["--policy", "round_robin", "--policy", studies.GUARDED]
     assert main(["studies", "--out", str(tmp_path), "--studies", "starved,width", *told]) == 0
-    assert f"{tmp_path}/starved.yaml: {3 * 4 * 2 * 7 * 2} runs" in capsys.readouterr().out
+    assert f"{tmp_path}/starved.yaml: {3 * 4 * 2 * 8 * 2} runs" in capsys.readouterr().out
     width = Grid.load(tmp_path / "width.yaml")
     assert width.defaults["requests"] == 40 and len(width) == 3 * 3 * 6 * 2
     assert len({cell.settings["decode_slope_s"] for cell in width.cells()}) == 3
@@ -363,3 +363,11 @@ def test_where_no_live_run_counts_two_worlds_are_empty_and_a_figure_says_so():
     figure = figures.two_worlds({"starved": table, "bursty": measured})
     assert sum(len(points.x) for points in figure.data) == 8 and len(figure.layout.shapes) == 1
     assert figure.layout.yaxis.title.text == "hardware goodput (%)"
+
+
+def test_where_decode_engines_are_too_slow_sparing_some_keeps_more_tight_promises_and_as_many_loose_ones():
+    grid = studies.load({4e-4: 14.7}, [0, 1], 4000, factors=(1.25,), policies=(studies.GUARDED, studies.SPARING))
+    kept = lab.sweep.run(grid, workers=1, progress=False).groupby("policy").mean(numeric_only=True)
+    guarded, sparing = kept.loc[studies.GUARDED], kept.loc[studies.SPARING]
+    assert sparing["goodput_share_tight"] > guarded["goodput_share_tight"] + 0.05
+    assert sparing["goodput_share_loose"] > guarded["goodput_share_loose"] - 0.01

@@ -13,9 +13,9 @@ from astrolabe_lab.request import Request
 CONSTANTS = PAPER.with_(decode_slope_s=4e-4, kv_capacity_tokens=6000)
 
 
-def cluster(seed, n_p=2, n_d=3, flying=40, numbers=None, used_tokens=None, prefilled_s=None):
+def cluster(seed, n_p=2, n_d=3, flying=40, numbers=None, used_tokens=None, prefilled_s=None, at=None):
     """Pools with requests at random stages; ``numbers``: of the decode engines that are healthy. ``used_tokens``,
-    ``prefilled_s``: where given, the same of all."""
+    ``prefilled_s``: where given, the same of all, or one each. ``at``: the decode engines of those in flight."""
     rng = np.random.default_rng(seed)
     numbers = np.arange(n_d) if numbers is None else np.array(numbers)
     prefill, decode = np.zeros(n_p, POLLED), np.zeros(len(numbers), POLLED)
@@ -38,6 +38,8 @@ def cluster(seed, n_p=2, n_d=3, flying=40, numbers=None, used_tokens=None, prefi
         decode["used_tokens"] = used_tokens
     if prefilled_s is not None:
         rows["prefilled_s"] = prefilled_s
+    if at is not None:
+        rows["decode"] = at
     return PoolsView(100.0, prefill, decode, rows, CONSTANTS)
 
 
@@ -80,7 +82,7 @@ def test_prices_equal_the_equation_written_out(slo, progress):
     for seed in range(20):
         view = cluster(seed, flying=5 * seed)
         request = Request(999, 100.0, 400, 350, slo)
-        prices, _, _ = policy.prices(request, view)
+        prices, *_ = policy.prices(request, view)
         for p in range(2):
             for d in range(3):
                 expected = written_out(request, view, p, d, weights, progress == "streamed")
@@ -91,7 +93,7 @@ def test_without_lengths_everybody_has_the_mean_predicted_so_far():
     policy = MarginalCost(lengths=False)
     view = cluster(3)
     policy.prices(Request(998, 99.0, 100, 500, "loose"), view)
-    prices, _, _ = policy.prices(Request(999, 100.0, 400, 100, "loose"), view)
+    prices, *_ = policy.prices(Request(999, 100.0, 400, 100, "loose"), view)
     assert prices[1, 2] == pytest.approx(written_out(Request(999, 100.0, 400, 100, "loose"), view, 1, 2,
                                                      [1, 1, 1, 1, 0], False, mean=300.0))  # fmt: skip
 
@@ -147,9 +149,29 @@ def test_the_guard_acts_where_every_decode_engine_is_past_the_tight_pace():
     rng, request = np.random.default_rng(0), Request(999, 100.0, 20, 350, "loose")
     # 80 streams each: 13 + 0.4 * 80 = 45 ms a step, 39.7 allowed
     view = cluster(8, flying=240, used_tokens=0, prefilled_s=90.0)
-    assert not np.isfinite(MarginalCost().prices(request, view)[1]).any()
+    assert (MarginalCost().prices(request, view).step_s > CONSTANTS.tpot_s).all()
     counts = np.bincount(view.in_flight["decode"], minlength=3)
     assert MarginalCost(guard="least").choose(request, view, rng)[1] == counts.argmin()
+
+
+@pytest.mark.parametrize(
+    ("streams", "used_tokens", "slo", "allowed"),
+    [
+        ((40, 40, 40), (0, 0, 0), "loose", {0, 1, 2}),  # 29 ms a step: all keep four fifths of 39.7
+        ((80, 60, 20), (0, 0, 0), "tight", {2}),
+        ((80, 60, 20), (0, 0, 0), "loose", {0}),  # the fullest is given up, the next is let recover
+        ((80, 60, 20), (4800, 0, 0), "loose", {1}),  # it has no memory
+        ((220, 60, 20), (0, 0, 0), "loose", {1}),  # it is too slow for loose ones
+        ((80, 70, 60), (0, 0, 0), "tight", {0}),  # none keeps the pace: one is given up, for the others' sake
+        ((80, 72, 68), (4800,) * 3, "tight", {2}),  # nothing is left to give up: the fewest requests
+    ],
+)
+def test_the_guard_that_spares_gives_up_the_fullest_decode_engine_instead_of_all(streams, used_tokens, slo, allowed):
+    request, rng = Request(999, 100.0, 20, 350, slo), np.random.default_rng(0)
+    at = np.repeat(np.arange(3), streams)
+    view = cluster(9, flying=at.size, used_tokens=used_tokens, prefilled_s=90.0, at=at)
+    chosen = {MarginalCost(guard="spare", k=k).choose(request, view, rng)[1] for k in (0, 2) for _ in range(20)}
+    assert chosen <= allowed
 
 
 @pytest.mark.parametrize(

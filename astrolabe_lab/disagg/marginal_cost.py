@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -13,7 +13,19 @@ from astrolabe_lab.errors import InputError
 from astrolabe_lab.policies.draw import argmin, sample_k
 
 PROGRESS = ("estimated", "streamed")
-GUARDS = ("off", "rotate", "least")
+GUARDS = ("off", "rotate", "least", "spare")
+PART = 0.8  # of a pace, or of memory, that a decode engine is filled to on purpose: steps vary, and answers grow
+
+
+class Priced(NamedTuple):
+    """What a request would meet, in s: (P, D) ``seconds`` it costs and ``ttft_s``, its TTFT target ``target_s``; and at
+    each decode engine (D,) ``step_s``, a step shared with what is there, and ``filled``, the share of memory taken."""
+
+    seconds: np.ndarray
+    ttft_s: np.ndarray
+    step_s: np.ndarray
+    filled: np.ndarray
+    target_s: float
 
 
 @dataclass(slots=True)
@@ -28,7 +40,10 @@ class MarginalCost:
     ``guard``: what is done where every pair is overloaded: the request would miss its TTFT target, or find no memory
     for its prompt at decode, or steps there already take longer than tight requests may. Prices then pile requests up
     (above all the slo term). ``rotate`` takes each pool's engines in turn, ``least`` those with the fewest requests in
-    flight; ``off`` takes the cheapest regardless, as the paper's router did.
+    flight; ``off`` takes the cheapest regardless, as the paper's router did. ``spare`` is ``least``, but when decode
+    engines become too slow for tight requests it gives up the fullest of them instead of all: while that one keeps the
+    pace of loose requests and has memory, it gets those, and tight ones that no engine can serve in time. So the
+    others stay fast; for TPOT is promised or broken, and a little less of too much helps nobody.
     """
 
     backlog: float = 1.0
@@ -60,20 +75,31 @@ class MarginalCost:
             raise InputError(f"policy marginal_cost: k={self.k!r} must be a whole number >= 1, or 0 for all pairs")
 
     def choose(self, request, cluster, rng):
-        prices_s, ttft_s, target_s = self.prices(request, cluster)
-        n_p, n_d = prices_s.shape
-        if self.guard != "off" and ttft_s.min() > target_s:
-            if self.guard == "least":
-                return argmin(prefill_counts(cluster), rng), argmin(decode_counts(cluster), rng)
+        seen, c = self.prices(request, cluster), cluster.constants
+        if self.guard == "off":
+            return self._cheapest(seen.seconds, rng)
+        spared = _spared(seen, request.slo == "tight", c) if self.guard == "spare" else None
+        usable = (seen.filled <= 1.0) & (seen.step_s <= c.tpot_s) if spared is None else spared
+        if usable.any() and seen.ttft_s[:, usable].min() <= seen.target_s:
+            return self._cheapest(seen.seconds if spared is None else np.where(spared, seen.seconds, np.inf), rng)
+        if self.guard == "rotate":
             self.count += 1
-            return self.count % n_p, self.count % n_d
-        flat = prices_s.ravel()
-        drawn = sample_k(flat.size, min(self.k or flat.size, flat.size), rng)
-        at = int(drawn[argmin(flat[drawn].tolist(), rng)])
-        return at // n_d, at % n_d
+            return self.count % len(cluster.prefill), self.count % len(cluster.decode)
+        counts = np.array(decode_counts(cluster), float)
+        if spared is not None:
+            counts[~spared] = np.inf
+        return argmin(prefill_counts(cluster), rng), argmin(counts.tolist(), rng)
 
-    def prices(self, request, cluster):
-        """((P, D) seconds, (P, D) TTFT expected in s, the TTFT target of the request in s)."""
+    def _cheapest(self, seconds, rng):
+        """The pair of the fewest seconds, of ``k`` drawn; never one of infinitely many."""
+        flat = seconds.ravel()
+        open_to_it = np.flatnonzero(np.isfinite(flat))
+        drawn = open_to_it[sample_k(open_to_it.size, min(self.k or open_to_it.size, open_to_it.size), rng)]
+        at = int(drawn[argmin(flat[drawn].tolist(), rng)])
+        return divmod(at, seconds.shape[1])
+
+    def prices(self, request, cluster) -> Priced:
+        """What the request would meet on each pair. Raises InputError for one without a predicted length."""
         from astrolabe_lab.disagg.price import beliefs, price
 
         if request.predicted_tokens < 1:
@@ -85,11 +111,23 @@ class MarginalCost:
         self.seen += 1
         self.tokens += request.predicted_tokens
         usual = 0.0 if self.lengths else self.tokens / self.seen
-        out = np.empty((2 * len(cluster.prefill), len(cluster.decode)))
+        n_p = len(cluster.prefill)
+        out = np.empty((2 * n_p + 2, len(cluster.decode)))
         target_s = price(
             cluster.prefill, cluster.decode, cluster.in_flight, b, float(request.prompt_tokens),
             float(request.predicted_tokens), request.slo == "tight", cluster.now_s, weights,
             self.progress == "streamed", usual, out,
         )  # fmt: skip
-        n_p = len(cluster.prefill)
-        return out[:n_p], out[n_p:], target_s
+        return Priced(out[:n_p], out[n_p : 2 * n_p], out[2 * n_p], out[2 * n_p + 1], target_s)
+
+
+def _spared(seen: Priced, tight: bool, constants) -> np.ndarray | None:
+    """(D,) which decode engines a request may go to, so that others keep the pace of tight ones; None: to any."""
+    pace_s = PART * constants.tpot_s
+    keeps = seen.step_s <= pace_s
+    given_up = ~keeps & (seen.filled <= PART) & (seen.step_s <= pace_s * constants.loose_factor)
+    if not given_up.any():
+        return None
+    if tight and keeps.any():
+        return keeps
+    return np.arange(len(keeps)) == np.argmax(np.where(given_up, seen.step_s, 0.0))

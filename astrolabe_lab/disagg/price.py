@@ -53,9 +53,9 @@ def tokens_left(row, now_s, step_s, streamed, usual):
 
 @compiled
 def price(prefill, decode, flying, b, n, o, tight, now_s, weights, streamed, usual, out):
-    """Write the weighted seconds of each pair to ``out`` (P, D), and the TTFT expected there in s to ``out[P:]``,
-    inf where its prompt would wait for memory, or steps take longer than tight requests may. Returns the request's TTFT
-    target.
+    """Write the weighted seconds of each pair to ``out`` (P, D), the TTFT expected there in s to ``out[P : 2P]``, and
+    of each decode engine t(c) in s to ``out[2P]`` and the share of its KV cache that prompts take, the newcomer's too,
+    to ``out[2P + 1]``. Returns the request's TTFT target.
 
     ``prefill``, ``decode``: POLLED arrays; ``flying``: IN_FLIGHT; ``b``: ``beliefs``; ``weights``: (TERMS,) of backlog,
     own, cache, slo, others; ``usual``: > 0 where lengths are unknown, then the tokens that everybody is taken to have.
@@ -112,6 +112,7 @@ def price(prefill, decode, flying, b, n, o, tight, now_s, weights, streamed, usu
                 + weights[3] * slo_s
                 + weights[4] * shared_s[d]
             )
-            strained = promised > b[7] or step_s + slope_s * streams[d] > b[9]
-            out[n_p + p, d] = np.inf if strained else ttft_s
+            out[n_p + p, d] = ttft_s
+            out[2 * n_p, d] = step_s + slope_s * streams[d]
+            out[2 * n_p + 1, d] = promised / b[7]
     return ttft_target_s

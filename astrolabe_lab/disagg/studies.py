@@ -18,9 +18,12 @@ SAMPLED = "marginal_cost:k=2"  # what the paper names as the remedy for its coll
 GUARDED = (
     "marginal_cost:progress=streamed,guard=least"  # ours: counts what has streamed, and knows when to stop pricing
 )
+SPARING = "marginal_cost:progress=streamed,guard=spare"  # ours: gives up one decode engine rather than all
 PREDICTED = "predicted"  # ours: runs two pairs forward for each request, so a run takes several times as long
 POLICIES = (*BASELINES, LEARNED, SAMPLED, GUARDED)
-CORNER = ("round_robin", "least_loaded", LEARNED, SAMPLED, "marginal_cost:slo=0", "marginal_cost:guard=least", GUARDED)
+OVERLOADED = (*POLICIES, SPARING)  # where engines are too few
+SUSPECTS = ("marginal_cost:slo=0", "marginal_cost:guard=least")  # of the collapse, and of what stops it
+CORNER = ("round_robin", "least_loaded", LEARNED, SAMPLED, *SUSPECTS, GUARDED, SPARING)
 FAMILIES = ("mixed", "chat", "documents", "reasoning")
 TERMS = {
     "all terms": LEARNED,
@@ -77,13 +80,13 @@ def families(anchors: Mapping[str, Mapping[float, float]], seeds, requests, poli
     return _grid(settings(requests), points, _policies(policies), seeds=seeds)
 
 
-def width(anchors, seeds, requests, widths=(3, 4, 6), policies=POLICIES) -> Grid:
+def width(anchors, seeds, requests, widths=(3, 4, 6), policies=OVERLOADED) -> Grid:
     """Decode engines to choose among, at the rate of 2 + 4."""
     pools = [{"pools": f"2+{n}"} for n in widths]
     return _grid(settings(requests), _points(anchors), pools, _policies(policies), seeds=seeds)
 
 
-def gpus(anchors, seeds, requests, shapes: Mapping[int, str] = GPUS, policies=POLICIES) -> Grid:
+def gpus(anchors, seeds, requests, shapes: Mapping[int, str] = GPUS, policies=OVERLOADED) -> Grid:
     """3 to 8 GPUs, at the rate of 2 + 4: the starved end is 1 + 2."""
     pools = [{"pools": shape} for shape in shapes.values()]
     return _grid(settings(requests), _points(anchors), pools, _policies(policies), seeds=seeds)
@@ -96,7 +99,7 @@ def starved(rates: Sequence[float], slopes, seeds, requests, polls_s=(0.05, 1.0)
     return _grid(settings(requests, pools="1+2"), points, ages, _policies(policies), seeds=seeds)
 
 
-def load(anchors, seeds, requests, factors=(0.5, 0.75, 1.0, 1.25, 1.5), policies=POLICIES) -> Grid:
+def load(anchors, seeds, requests, factors=(0.5, 0.75, 1.0, 1.25, 1.5), policies=OVERLOADED) -> Grid:
     """From light load to overload, in parts of the rate of mid-collapse."""
     return _grid(settings(requests), _points(anchors, factors), _policies(policies), seeds=seeds)
 
