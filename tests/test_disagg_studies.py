@@ -282,7 +282,7 @@ def test_the_command_writes_studies_at_rates_of_their_own_length(tmp_path, capsy
     assert main(["studies", "--out", str(tmp_path), "--studies", "starved,width", *told]) == 0
     assert f"{tmp_path}/starved.yaml: {3 * 4 * 2 * 8 * 2} runs" in capsys.readouterr().out
     width = Grid.load(tmp_path / "width.yaml")
-    assert width.defaults["requests"] == 40 and len(width) == 3 * 3 * 6 * 2
+    assert width.defaults["requests"] == 40 and len(width) == 3 * 3 * 7 * 2
     assert len({cell.settings["decode_slope_s"] for cell in width.cells()}) == 3
     assert main(["studies", "--out", str(tmp_path), "--studies", "gpus", *told, "--slopes", "0.0004", *few]) == 0
     assert len(Grid.load(tmp_path / "gpus.yaml")) == 6 * 2 * 2
