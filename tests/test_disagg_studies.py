@@ -17,7 +17,7 @@ GRIDS = {
     "bursty": (lambda: studies.bursty(ANCHORS, [0, 1], 50), 2 * 7 * 2),
     "calibration": (lambda: studies.calibration(ANCHORS, [0, 1], 50), 2 * 2 * 2 * 2),
     "families": (lambda: studies.families({"mixed": ANCHORS, "chat": ANCHORS}, [0], 50), 2 * 2 * 7),
-    "width": (lambda: studies.width(ANCHORS, [0], 50), 2 * 3 * 7),
+    "width": (lambda: studies.width(ANCHORS, [0], 50), 2 * 3 * 6),
     "gpus": (lambda: studies.gpus(ANCHORS, [0], 50), 2 * 6 * 7),
     "starved": (lambda: studies.starved([6, 9], studies.SLOPES_S, [0], 50, (0.05, 1.0)), 2 * 3 * 2 * 8),
     "load": (lambda: studies.load(ANCHORS, [0], 50), 2 * 5 * 7),
@@ -282,7 +282,7 @@ def test_the_command_writes_studies_at_rates_of_their_own_length(tmp_path, capsy
     assert main(["studies", "--out", str(tmp_path), "--studies", "starved,width", *told]) == 0
     assert f"{tmp_path}/starved.yaml: {3 * 4 * 2 * 8 * 2} runs" in capsys.readouterr().out
     width = Grid.load(tmp_path / "width.yaml")
-    assert width.defaults["requests"] == 40 and len(width) == 3 * 3 * 7 * 2
+    assert width.defaults["requests"] == 40 and len(width) == 3 * 3 * 6 * 2
     assert len({cell.settings["decode_slope_s"] for cell in width.cells()}) == 3
     assert main(["studies", "--out", str(tmp_path), "--studies", "gpus", *told, "--slopes", "0.0004", *few]) == 0
     assert len(Grid.load(tmp_path / "gpus.yaml")) == 6 * 2 * 2
@@ -366,8 +366,8 @@ def test_where_no_live_run_counts_two_worlds_are_empty_and_a_figure_says_so():
 
 
 def test_where_decode_engines_are_too_slow_sparing_some_keeps_more_tight_promises_and_as_many_loose_ones():
-    grid = studies.load({4e-4: 14.7}, [0, 1], 4000, factors=(1.25,), policies=(studies.GUARDED, studies.SPARING))
+    grid = studies.load({4e-4: 14.7}, [0, 1], 4000, factors=(1.25,), policies=(studies.EVEN, studies.GUARDED))
     kept = lab.sweep.run(grid, workers=1, progress=False).groupby("policy").mean(numeric_only=True)
-    guarded, sparing = kept.loc[studies.GUARDED], kept.loc[studies.SPARING]
-    assert sparing["goodput_share_tight"] > guarded["goodput_share_tight"] + 0.05
-    assert sparing["goodput_share_loose"] > guarded["goodput_share_loose"] - 0.01
+    even, sparing = kept.loc[studies.EVEN], kept.loc[studies.GUARDED]
+    assert sparing["goodput_share_tight"] > even["goodput_share_tight"] + 0.05
+    assert sparing["goodput_share_loose"] > even["goodput_share_loose"] - 0.01

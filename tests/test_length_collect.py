@@ -91,6 +91,7 @@ def quick(monkeypatch):
     monkeypatch.setattr("astrolabe_lab.length.collect._FIRST_WAIT_S", 0.001)
 
 
+@pytest.mark.length
 def test_every_prompt_is_answered_once_with_the_length_that_usage_says(tmp_path):
     async def slow(server, body, prompt):
         await asyncio.sleep(0.02)
@@ -112,6 +113,7 @@ def test_answers_end_by_themselves_and_no_seed_is_sent(tmp_path):
     assert not any(body["stream"] for body in bodies)
 
 
+@pytest.mark.length
 def test_answers_cut_by_a_limit_are_marked_so(tmp_path):
     done = run(Server(), PROMPTS, tmp_path / "a.jsonl", max_tokens=10)
     found = data.load(tmp_path / "a.jsonl")
@@ -119,6 +121,7 @@ def test_answers_cut_by_a_limit_are_marked_so(tmp_path):
     assert found.loc[found["censored"], "response_tokens"].eq(10).all()
 
 
+@pytest.mark.length
 def test_samples_are_asked_apart_and_tell_apart(tmp_path):
     done = run(Server(), PROMPTS[:3], tmp_path / "a.jsonl", samples=2, api="completions", max_tokens=99)
     assert done.answered == 6 and sorted(data.load(tmp_path / "a.jsonl")["sample"]) == [0, 0, 0, 1, 1, 1]
@@ -143,6 +146,7 @@ def test_passing_failures_are_tried_again(tmp_path, quick):
     assert done.answered == 12 and done.failed == 0 and set(seen.values()) == {3}
 
 
+@pytest.mark.length
 def test_a_refused_prompt_is_noted_and_the_others_go_on(tmp_path, quick):
     def script(server, body, prompt):
         if prompt == PROMPTS[4]:
@@ -207,6 +211,7 @@ def test_prompts_that_are_refused_hold_up_nobody_now_or_when_the_run_goes_on(tmp
     assert again.asked == sound + refused  # what failed before is asked last
 
 
+@pytest.mark.length
 def test_prompts_that_break_the_server_are_asked_after_all_others(tmp_path, quick):
     breaking, sound = [f"breaking {i}" for i in range(12)], [f"sound {i}" for i in range(10)]
 

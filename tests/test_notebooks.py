@@ -109,12 +109,13 @@ SMALL = {
     },
 }
 LIVE = {"20_live_router", "21_predict_then_check", "22_real_model", "34_pools_on_live_engines"}  # start vLLM engines
+MARKS = {name: (pytest.mark.vllm, pytest.mark.long) for name in LIVE} | {"10_length_model": (pytest.mark.length,)}
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 each_execution = pytest.mark.parametrize(
     "path",
-    [pytest.param(p, marks=[pytest.mark.vllm, pytest.mark.long] if p.stem in LIVE else []) for p in NOTEBOOKS],
+    [pytest.param(path, marks=MARKS.get(path.stem, ())) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 
@@ -352,7 +353,7 @@ def test_the_calibration_of_the_notebook_finds_what_the_engine_was_made_of(execu
 
 
 def test_together_they_make_one_report(executed, tmp_path):
-    quiet = [path for path in NOTEBOOKS if path.stem not in LIVE]
+    quiet = [path for path in NOTEBOOKS if path.stem not in MARKS or (path.stem not in LIVE and find_spec("torch"))]
     text = build([executed(path.stem) for path in quiet], tmp_path / "report.html").read_text()
     titles = [title.removeprefix("# ") for path in quiet for title in [markdown(path)[0].splitlines()[0]]]
     assert all(title in text for title in titles)

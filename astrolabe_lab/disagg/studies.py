@@ -15,15 +15,13 @@ SLOPES_S = (5.5e-5, 2e-4, 4e-4)
 BASELINES = ("round_robin", "least_loaded", "length_threshold")
 LEARNED = "marginal_cost"  # the paper's router, as far as it can be reconstructed
 SAMPLED = "marginal_cost:k=2"  # what the paper names as the remedy for its collapse, and leaves undone
-GUARDED = (
-    "marginal_cost:progress=streamed,guard=least"  # ours: counts what has streamed, and knows when to stop pricing
-)
-SPARING = "marginal_cost:progress=streamed,guard=spare"  # ours: gives up one decode engine rather than all
+GUARDED = "marginal_cost:progress=streamed,guard=spare"  # ours: counts what has streamed, gives up one engine, not all
+EVEN = "marginal_cost:progress=streamed,guard=least"  # the same, that spreads what no pair can serve in time
 PREDICTED = "predicted"  # ours: runs two pairs forward for each request, so a run takes several times as long
 POLICIES = (*BASELINES, LEARNED, SAMPLED, GUARDED)
-OVERLOADED = (*POLICIES, SPARING)  # where engines are too few
+OVERLOADED = (*POLICIES, EVEN)  # for engines that are too few
 SUSPECTS = ("marginal_cost:slo=0", "marginal_cost:guard=least")  # of the collapse, and of what stops it
-CORNER = ("round_robin", "least_loaded", LEARNED, SAMPLED, *SUSPECTS, GUARDED, SPARING)
+CORNER = ("round_robin", "least_loaded", LEARNED, SAMPLED, *SUSPECTS, EVEN, GUARDED)
 FAMILIES = ("mixed", "chat", "documents", "reasoning")
 TERMS = {
     "all terms": LEARNED,
@@ -80,7 +78,7 @@ def families(anchors: Mapping[str, Mapping[float, float]], seeds, requests, poli
     return _grid(settings(requests), points, _policies(policies), seeds=seeds)
 
 
-def width(anchors, seeds, requests, widths=(3, 4, 6), policies=OVERLOADED) -> Grid:
+def width(anchors, seeds, requests, widths=(3, 4, 6), policies=POLICIES) -> Grid:
     """Decode engines to choose among, at the rate of 2 + 4."""
     pools = [{"pools": f"2+{n}"} for n in widths]
     return _grid(settings(requests), _points(anchors), pools, _policies(policies), seeds=seeds)
