@@ -109,7 +109,8 @@ SMALL = {
     },
 }
 LIVE = {"20_live_router", "21_predict_then_check", "22_real_model", "34_pools_on_live_engines"}  # start vLLM engines
-MARKS = {name: (pytest.mark.vllm, pytest.mark.long) for name in LIVE} | {"10_length_model": (pytest.mark.length,)}
+LENGTH = {"10_length_model"}  # need the length models' packages
+MARKS = dict.fromkeys(LIVE, (pytest.mark.vllm, pytest.mark.long)) | dict.fromkeys(LENGTH, (pytest.mark.length,))
 FORBIDDEN = ("!pip", "%pip", "input(", "asyncio.run", "FigureWidget", "interact(", ".show()", "LLM(")
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -353,7 +354,8 @@ def test_the_calibration_of_the_notebook_finds_what_the_engine_was_made_of(execu
 
 
 def test_together_they_make_one_report(executed, tmp_path):
-    quiet = [path for path in NOTEBOOKS if path.stem not in MARKS or (path.stem not in LIVE and find_spec("torch"))]
+    left_out = LIVE if find_spec("torch") else LIVE | LENGTH
+    quiet = [path for path in NOTEBOOKS if path.stem not in left_out]
     text = build([executed(path.stem) for path in quiet], tmp_path / "report.html").read_text()
     titles = [title.removeprefix("# ") for path in quiet for title in [markdown(path)[0].splitlines()[0]]]
     assert all(title in text for title in titles)
