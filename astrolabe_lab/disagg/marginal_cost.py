@@ -43,7 +43,7 @@ class MarginalCost:
     flight; ``off`` takes the cheapest regardless, as the paper's router did. ``spare`` is ``least``, but when decode
     engines become too slow for tight requests it gives up the fullest of them instead of all: while that one keeps the
     pace of loose requests and has memory, it gets those, and tight ones that no engine can serve in time. So the
-    others stay fast; for TPOT is promised or broken, and a little less of too much helps nobody.
+    others stay fast: a pace is kept or broken, and a little less of too much helps nobody.
     """
 
     backlog: float = 1.0
@@ -81,7 +81,7 @@ class MarginalCost:
         spared = _spared(seen, request.slo == "tight", c) if self.guard == "spare" else None
         usable = (seen.filled <= 1.0) & (seen.step_s <= c.tpot_s) if spared is None else spared
         if usable.any() and seen.ttft_s[:, usable].min() <= seen.target_s:
-            return self._cheapest(seen.seconds if spared is None else np.where(spared, seen.seconds, np.inf), rng)
+            return self._cheapest(seen.seconds, rng, spared)
         if self.guard == "rotate":
             self.count += 1
             return self.count % len(cluster.prefill), self.count % len(cluster.decode)
@@ -90,11 +90,11 @@ class MarginalCost:
             counts[~spared] = np.inf
         return argmin(prefill_counts(cluster), rng), argmin(counts.tolist(), rng)
 
-    def _cheapest(self, seconds, rng):
-        """The pair of the fewest seconds, of ``k`` drawn; never one of infinitely many."""
+    def _cheapest(self, seconds, rng, spared=None):
+        """The pair of the fewest seconds, of ``k`` drawn; ``spared``: (D,) the decode engines that are asked about."""
         flat = seconds.ravel()
-        open_to_it = np.flatnonzero(np.isfinite(flat))
-        drawn = open_to_it[sample_k(open_to_it.size, min(self.k or open_to_it.size, open_to_it.size), rng)]
+        among = np.arange(flat.size) if spared is None else np.flatnonzero(np.broadcast_to(spared, seconds.shape))
+        drawn = among[sample_k(among.size, min(self.k or among.size, among.size), rng)]
         at = int(drawn[argmin(flat[drawn].tolist(), rng)])
         return divmod(at, seconds.shape[1])
 
