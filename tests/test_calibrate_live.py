@@ -4,7 +4,7 @@ import asyncio
 
 import numpy as np
 import pytest
-from marks import measures_time
+from marks import by_the_clock, measures_time
 from timed_engine import TimedEngine
 
 from astrolabe_lab import InputError
@@ -39,15 +39,17 @@ def test_what_is_found_over_http_is_what_the_engine_s_own_steps_took():
         lambda target, engine: (calibrate(target, 60, rounds=1, progress=lambda line: None), engine.log)
     )
     assert found.model == "m" and found.source == "hardware" and found.kv_blocks == 512
-    assert found.seconds <= 60 and found.rows["unread"] <= 3 and "loop_lag_p99_s" in found.gates
+    assert "loop_lag_p99_s" in found.gates
     assert found.streamed.streams == (1, 2, 4, 6) and found.streamed.bursts == len(found.rows["streamed"]) == 4
     assert found.gates["proxy_loop_lag_p99_s"]["value"] == found.streamed.loop_lag_p99_s
-    assert found.streamed.base_s == pytest.approx(found.decode_s, rel=0.2)
-    for mixed in (False, True):
-        steps = [each for each in log if each[0] == mixed and each[1] >= 6 or each[0] is mixed is False]
-        ratio = [found.cost.step_seconds(*counts, mixed=mixed) / seconds for _, *counts, seconds in steps]
-        assert np.median(ratio) == pytest.approx(1, abs=0.10)
-    assert found.overhead_s < 0.1
+    with by_the_clock():
+        assert found.seconds <= 60 and found.rows["unread"] <= 3
+        assert found.streamed.base_s == pytest.approx(found.decode_s, rel=0.2)
+        for mixed in (False, True):
+            steps = [each for each in log if each[0] == mixed and each[1] >= 6 or each[0] is mixed is False]
+            ratio = [found.cost.step_seconds(*counts, mixed=mixed) / seconds for _, *counts, seconds in steps]
+            assert np.median(ratio) == pytest.approx(1, abs=0.10)
+        assert found.overhead_s < 0.1
 
 
 @measures_time
@@ -62,9 +64,10 @@ def test_windows_hold_exactly_the_steps_that_the_engine_ran():
         return seen
 
     (decode, _), (mixed, log) = with_engine(story)
-    assert [len(window.steps) for window in decode] == [1]
-    (steps,) = decode[0].steps
-    assert (steps.sequences, steps.mixed) == (4, False) and steps.times > 12
+    with by_the_clock():
+        assert [len(window.steps) for window in decode] == [1]
+        (steps,) = decode[0].steps
+        assert (steps.sequences, steps.mixed) == (4, False) and steps.times > 12
     chunks = [(each[1], each[2]) for each in log if each[0]]
     read = [(s.new_tokens, s.sequences) for window in mixed for s in window.steps if s.mixed]
     assert read and set(read) <= set(chunks)
