@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 
 from astrolabe_lab.disagg.constants import Constants
@@ -29,14 +29,10 @@ def parse_pools(text) -> tuple[int, int]:
 def hand_off(given: str | Mapping[str, object], base: HandOff | None = None) -> HandOff:
     """The hand-off ``base`` (default: the default) with ``key=value,...`` applied, as text or a mapping of typed or
     textual values. Raises InputError."""
-    values: dict[str, object] = {}
-    allowed = {field.name: field.default for field in fields(HandOff)}
-    told = given if isinstance(given, Mapping) else key_values(given, allowed)
-    for key, value in told.items():
-        if key not in allowed:
-            raise InputError(f"hand-off: unknown key {key!r}; allowed: {', '.join(allowed)}")
-        values[key] = _typed(key, value, allowed[key]) if isinstance(value, str) else value
-    return replace(base or HandOff(), **values)
+    defaults = {field.name: field.default for field in fields(HandOff)}
+    told = key_values(given, defaults)
+    typed = {key: _typed(key, told[key], defaults[key]) if isinstance(told[key], str) else told[key] for key in told}
+    return replace(base or HandOff(), **typed)
 
 
 def constants(given: object, true: Constants) -> Constants:
@@ -59,19 +55,25 @@ def slo_of(constants: Constants):
     return SLO(ttft_s=constants.ttft_s, tpot_s=constants.tpot_s, loose_factor=constants.loose_factor)
 
 
-def key_values(text: str, allowed: Collection[str]) -> dict[str, str]:
-    """A hand-off's ``key=value,...``. Raises InputError for what is none, a key that is not allowed or given twice."""
-    found: dict[str, str] = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
-        key, equals, value = (p.strip() for p in part.partition("="))
-        if not equals or not value:
-            raise InputError(f"hand-off: {part!r} is not key=value (example: base_s=0.04,polls=end)")
+def key_values(given: str | Mapping[str, object], allowed: Collection[str]) -> dict[str, object]:
+    """A hand-off's settings, of text (``key=value,...``) or a mapping. Raises InputError for text that is none, a key
+    that is not allowed or given twice."""
+    found: dict[str, object] = {}
+    for key, value in given.items() if isinstance(given, Mapping) else _pairs(given):
         if key not in allowed:
             raise InputError(f"hand-off: unknown key {key!r}; allowed: {', '.join(allowed)}")
         if key in found:
             raise InputError(f"hand-off: {key} is given twice")
         found[key] = value
     return found
+
+
+def _pairs(text: str) -> Iterator[tuple[str, str]]:
+    for part in filter(None, (p.strip() for p in text.split(","))):
+        key, equals, value = (p.strip() for p in part.partition("="))
+        if not equals or not value:
+            raise InputError(f"hand-off: {part!r} is not key=value (example: base_s=0.04,polls=end)")
+        yield key, value
 
 
 def _typed(key: str, value: str, default: object) -> object:
