@@ -78,22 +78,22 @@ class MarginalCost:
         seen, c = self.prices(request, cluster), cluster.constants
         if self.guard == "off":
             return self._cheapest(seen.seconds, rng)
-        spared = _spared(seen, request.slo == "tight", c) if self.guard == "spare" else None
-        usable = (seen.filled <= 1.0) & (seen.step_s <= c.tpot_s) if spared is None else spared
+        open_to = _open_to(seen, request.slo == "tight", c) if self.guard == "spare" else None
+        usable = (seen.filled <= 1.0) & (seen.step_s <= c.tpot_s) if open_to is None else open_to
         if usable.any() and seen.ttft_s[:, usable].min() <= seen.target_s:
-            return self._cheapest(seen.seconds, rng, spared)
+            return self._cheapest(seen.seconds, rng, open_to)
         if self.guard == "rotate":
             self.count += 1
             return self.count % len(cluster.prefill), self.count % len(cluster.decode)
         counts = np.array(decode_counts(cluster), float)
-        if spared is not None:
-            counts[~spared] = np.inf
+        if open_to is not None:
+            counts[~open_to] = np.inf
         return argmin(prefill_counts(cluster), rng), argmin(counts.tolist(), rng)
 
-    def _cheapest(self, seconds, rng, spared=None):
-        """The pair of the fewest seconds, of ``k`` drawn; ``spared``: (D,) the decode engines that are asked about."""
+    def _cheapest(self, seconds, rng, open_to=None):
+        """The pair of the fewest seconds, of ``k`` drawn; ``open_to``: (D,) the decode engines that are asked about."""
         flat = seconds.ravel()
-        among = np.arange(flat.size) if spared is None else np.flatnonzero(np.broadcast_to(spared, seconds.shape))
+        among = np.arange(flat.size) if open_to is None else np.flatnonzero(np.broadcast_to(open_to, seconds.shape))
         drawn = among[sample_k(among.size, min(self.k or among.size, among.size), rng)]
         at = int(drawn[argmin(flat[drawn].tolist(), rng)])
         return divmod(at, seconds.shape[1])
@@ -121,7 +121,7 @@ class MarginalCost:
         return Priced(out[:n_p], out[n_p : 2 * n_p], out[2 * n_p], out[2 * n_p + 1], target_s)
 
 
-def _spared(seen: Priced, tight: bool, constants) -> np.ndarray | None:
+def _open_to(seen: Priced, tight: bool, constants) -> np.ndarray | None:
     """(D,) which decode engines a request may go to, so that others keep the pace of tight ones; None: to any."""
     pace_s = PART * constants.tpot_s
     keeps = seen.step_s <= pace_s
