@@ -5,19 +5,18 @@ import time
 from contextlib import asynccontextmanager
 
 import aiohttp
+from scripted_engine import QUICK
 
 from astrolabe_lab.disagg.constants import PAPER
 from astrolabe_lab.disagg.policies import RoundRobinPair
 from astrolabe_lab.serve import journal
 from astrolabe_lab.serve.instance import Instance
-from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.listen import listening
 from astrolabe_lab.serve.pools.router import PoolRouter
 from astrolabe_lab.serve.prompt_tokens import ByBytes
 from astrolabe_lab.sim.config import EngineConfig
 
 MODEL = "m"
-LIMITS = Limits(probe_s=0.05, drain_s=1.0)
 
 
 async def constant(asked):
@@ -25,7 +24,7 @@ async def constant(asked):
 
 
 @asynccontextmanager
-async def routed(pools, path, policy=None, limits=LIMITS, **options):
+async def routed(pools, path, policy=None, limits=QUICK, **options):
     prefill, decode = pools
     router = PoolRouter(
         [Instance(i, engine.url, EngineConfig()) for i, engine in enumerate([*prefill, *decode])],

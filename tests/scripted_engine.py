@@ -6,6 +6,11 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from astrolabe_lab.serve.limits import Limits
+
+# A router's limits. A test that waits for one sets that one: a busy host stalls for a while.
+QUICK = Limits(probe_s=0.05, drain_s=1.0)
+
 
 class ScriptedEngine:
     """``script`` decides what the next answers are.

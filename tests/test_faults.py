@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from scripted_engine import scripted_engines
+from scripted_engine import QUICK, scripted_engines
 from test_router import ask, routed, run
 
 from astrolabe_lab.cost import StepCost
@@ -16,8 +16,6 @@ from astrolabe_lab.serve.lengths import lengths_of
 from astrolabe_lab.serve.limits import Limits
 from astrolabe_lab.serve.watch import Watch
 from astrolabe_lab.sim.config import EngineConfig
-
-QUICK = Limits(probe_s=0.05, drain_s=1.0)  # a test that waits for a limit sets that one: a busy host stalls for a while
 
 
 async def dispatched(router, n):
@@ -59,7 +57,7 @@ def test_a_tagger_that_fails_costs_its_deadline_at_most(tmp_path, fault):
         server = await asyncio.start_server(tagger, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1] if fault != "down" else 9
         lengths = lengths_of(f"tagger:http://127.0.0.1:{port},constant=77,deadline_ms=100")
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (
             router, session, url,
         ):  # fmt: skip
             router.lengths = lengths
@@ -76,7 +74,7 @@ def test_a_tagger_that_fails_costs_its_deadline_at_most(tmp_path, fault):
 
 def test_a_policy_that_raises_is_a_500_with_a_row_and_the_next_request_goes_on(tmp_path):
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (
             router, session, url,
         ):  # fmt: skip
             good, router.policy = router.policy, object()
@@ -97,7 +95,7 @@ def test_an_over_long_prompt_is_the_engine_s_to_refuse_and_hurts_no_prediction(t
         async with (
             scripted_engines(2) as engines,
             routed(
-                engines, tmp_path / "j", "astrolabe:k=2", limits=QUICK, config=config,
+                engines, tmp_path / "j", "astrolabe:k=2", config=config,
                 predictors=lambda: Predictor(config, cost),
             ) as (router, session, url),
         ):  # fmt: skip
@@ -180,7 +178,7 @@ def test_a_router_whose_watch_has_died_still_serves_and_closes_all_it_has(tmp_pa
 
     async def story():
         async with scripted_engines(1) as engines, routed(
-            engines, tmp_path / "j", limits=QUICK, lengths=Lengths()
+            engines, tmp_path / "j", lengths=Lengths()
         ) as (router, session, url):  # fmt: skip
             assert (await ask(session, url))[0] == 200
         assert router.lengths.closed and router._dispatch.session.closed and router.journal._file.closed
@@ -194,8 +192,8 @@ def test_two_routers_over_one_cluster_keep_their_numbers_apart(tmp_path):
     async def story():
         async with (
             scripted_engines(2) as engines,
-            routed(engines, tmp_path / "a", limits=QUICK) as (_, session, first),
-            routed(engines, tmp_path / "b", limits=QUICK) as (_, _, second),
+            routed(engines, tmp_path / "a") as (_, session, first),
+            routed(engines, tmp_path / "b") as (_, _, second),
         ):
             await asyncio.gather(*(ask(session, url) for url in (first, second) for _ in range(40)))
 

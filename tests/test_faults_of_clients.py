@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from scripted_engine import scripted_engines
-from test_faults import QUICK, idle, one_row_each
+from scripted_engine import QUICK, scripted_engines
+from test_faults import idle, one_row_each
 from test_router import MODEL, ask, outcomes, routed, run
 
 from astrolabe_lab.serve.limits import Limits
@@ -52,7 +52,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(tmp_path, leav
     async def story():
         async with (
             scripted_engines(1) as engines,
-            routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url),
+            routed(engines, tmp_path / "j") as (router, session, url),
         ):
             engines[0].hold_at = 1 if leaves == "in the stream" else 0
             engines[0].going.clear()
@@ -82,7 +82,7 @@ def test_a_client_that_leaves_at_any_moment_leaves_nothing_behind(tmp_path, leav
 
 def test_a_client_that_leaves_with_the_last_token_has_had_its_answer(tmp_path):
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (_, session, url):
             engines[0].script = "lingers"  # so that the router is still reading when the client leaves
             body = {"model": MODEL, "prompt": "hello there", "max_tokens": 6, "stream": True}
             async with session.post(url + "/v1/completions", json=body) as answer:
@@ -106,7 +106,7 @@ def test_a_client_that_leaves_while_sidecars_are_asked_leaves_nothing_behind(tmp
             deaf = await asyncio.start_server(lambda r, w: asyncio.sleep(3600), "127.0.0.1", 0)
             where = f"http://127.0.0.1:{deaf.sockets[0].getsockname()[1]}"
             remote = RemotePredictors({0: where, 1: where}, 0.3, time.monotonic)
-            async with routed(engines, tmp_path / "j", "astrolabe:k=2", ask=remote, limits=QUICK) as (router, _, url):
+            async with routed(engines, tmp_path / "j", "astrolabe:k=2", ask=remote) as (router, _, url):
                 for _ in range(3):
                     async with connection(url) as (_, writer):
                         writer.write(request_bytes())
@@ -256,7 +256,7 @@ def test_two_thousand_connections_at_once_all_get_their_answer(tmp_path):
 )
 def test_what_is_not_served_is_told_in_openai_s_shape(tmp_path, method, path, headers, status):
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (_, session, url):
             headers["content-type"] = "application/json"
             async with session.request(method, url + path, data=BODY, headers=headers) as answer:
                 error = (await answer.json())["error"]
@@ -270,7 +270,7 @@ def test_what_is_not_served_is_told_in_openai_s_shape(tmp_path, method, path, he
 @pytest.mark.parametrize("value", ["0", "-1", "1e3", "2147483648", "0" * 13 + "19999999999", "1" + "9" * 5000, "\xb2"])
 def test_a_predicted_length_that_is_none_is_refused_however_it_is_padded(tmp_path, value):
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (_, session, url):
             session.headers["X-Predicted-Tokens"] = value
             async with session.post(url + "/v1/completions", json={"model": MODEL, "prompt": "x"}) as answer:
                 assert answer.status == 400 and b"x-predicted-tokens" in await answer.read()
@@ -283,7 +283,7 @@ def test_an_instance_that_is_none_is_not_found_however_it_is_padded(tmp_path, in
     async def story():
         async with (
             scripted_engines(1) as engines,
-            routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url),
+            routed(engines, tmp_path / "j") as (_, session, url),
             session.post(f"{url}/instances/{index}", json={"draining": True}) as answer,
         ):
             assert answer.status == 404
@@ -294,7 +294,7 @@ def test_an_instance_that_is_none_is_not_found_however_it_is_padded(tmp_path, in
 @pytest.mark.parametrize("path", ["/instances/0", "/v1/completions"])
 def test_a_body_that_is_not_compressed_as_it_says_is_refused(tmp_path, path):
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (_, session, url):
             headers = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
             async with session.post(url + path, data=b"no gzip", headers=headers) as answer:
                 assert answer.status == 400 and "error" in await answer.json()
@@ -304,7 +304,7 @@ def test_a_body_that_is_not_compressed_as_it_says_is_refused(tmp_path, path):
 
 def test_heads_are_bounded(tmp_path):
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, _, url):
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (_, _, url):
             for headers in ({"X-Long": "x" * 20_000}, {f"X-{j}": "x" for j in range(500)}):
                 async with connection(url) as (reader, writer):
                     writer.write(request_bytes(**headers))

@@ -7,8 +7,8 @@ import re
 from dataclasses import replace
 
 import pytest
-from scripted_engine import ScriptedEngine, scripted_engines
-from test_faults import QUICK, dispatched, idle, one_row_each
+from scripted_engine import QUICK, ScriptedEngine, scripted_engines
+from test_faults import dispatched, idle, one_row_each
 from test_router import ask, healthz, outcomes, routed, run
 
 from astrolabe_lab.serve.breaker import Breaker, Health
@@ -21,7 +21,7 @@ IDLE_METRICS = "vllm:num_requests_running 0\nvllm:num_requests_waiting 0\nvllm:k
 
 def test_an_engine_killed_while_idle_costs_nobody_an_answer(tmp_path):
     async def story():
-        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+        async with scripted_engines(2) as engines, routed(engines, tmp_path / "j") as (_, session, url):
             assert (await ask(session, url))[0] == 200
             engines[0].die()
             answers = await asyncio.gather(*(ask(session, url) for _ in range(20)))
@@ -35,7 +35,7 @@ def test_an_engine_killed_while_streaming_fails_its_requests_and_no_others(tmp_p
     async def story():
         async with (
             scripted_engines(2) as engines,
-            routed(engines, tmp_path / "j", limits=QUICK) as (router, session, url),
+            routed(engines, tmp_path / "j") as (router, session, url),
         ):
             for engine in engines:
                 engine.hold_at = 1
@@ -107,7 +107,7 @@ def test_an_engine_that_never_answers_is_passed_over_then_left_alone(tmp_path, s
 @pytest.mark.parametrize("script", ["break", "cut", "late-error"])
 def test_an_engine_whose_answers_always_break_off_is_left_alone_too(tmp_path, script):
     async def story():
-        async with scripted_engines(2, token_s=0.01) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+        async with scripted_engines(2, token_s=0.01) as engines, routed(engines, tmp_path / "j") as (
             router, session, url,
         ):  # fmt: skip
             engines[0].script = script
@@ -145,7 +145,7 @@ def test_an_answer_that_is_not_streamed_may_take_longer_than_a_first_byte_and_no
 
 def test_an_engine_s_own_error_is_passed_on_with_its_status(tmp_path):
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (_, session, url):
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (_, session, url):
             engines[0].script = "http:501"
             status, body, _ = await ask(session, url, stream=False)
             assert status == 501
@@ -159,7 +159,7 @@ def test_a_request_that_kills_engines_kills_two_at_most_and_its_client_is_told(t
     """vLLM on CPU ends when a request has a ``seed``: the request must not go the round of the cluster."""
 
     async def story():
-        async with scripted_engines(4) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+        async with scripted_engines(4) as engines, routed(engines, tmp_path / "j") as (
             router, session, url,
         ):  # fmt: skip
             for engine in engines:
@@ -181,7 +181,7 @@ def test_a_request_that_kills_engines_kills_two_at_most_and_its_client_is_told(t
 
 def test_an_end_that_comes_twice_is_one_outcome(tmp_path):
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as (
             router, session, url,
         ):  # fmt: skip
             engines[0].script = "twice"
@@ -199,7 +199,7 @@ def test_health_goes_and_comes_with_hysteresis_and_a_draining_engine_finishes_wh
     async def story():
         async with (
             scripted_engines(2) as engines,
-            routed(engines, tmp_path / "j", limits=QUICK, api_key="k") as (router, session, url),
+            routed(engines, tmp_path / "j", api_key="k") as (router, session, url),
         ):
             session.headers["Authorization"] = "Bearer k"
             engines[0].healthy = False
@@ -320,7 +320,7 @@ def test_a_request_that_ends_while_the_engine_is_asked_is_not_taken_for_another_
 
 def test_all_engines_down_then_back_loses_nobody_twice(tmp_path):
     async def story():
-        async with scripted_engines(2, token_s=0.01) as engines, routed(engines, tmp_path / "j", limits=QUICK) as (
+        async with scripted_engines(2, token_s=0.01) as engines, routed(engines, tmp_path / "j") as (
             router, session, url,
         ):  # fmt: skip
             for instance in router.instances:

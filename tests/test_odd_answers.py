@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import routed_pools
-from scripted_engine import scripted_engines
+from scripted_engine import QUICK, scripted_engines
 from scripted_pools import scripted_pools
-from test_faults import QUICK, idle, one_row_each
+from test_faults import idle, one_row_each
 from test_router import ask, outcomes, routed, run
 
 from astrolabe_lab.serve import journal
@@ -130,7 +130,7 @@ def test_an_engine_that_refuses_in_an_answer_of_200_is_well_and_the_request_reje
     refusal = http(b'{"error": {"message": "too long", "code": 400}}')
 
     async def story():
-        async with odd(refusal) as engine, routed([engine], tmp_path / "j", limits=QUICK) as (router, session, url):
+        async with odd(refusal) as engine, routed([engine], tmp_path / "j") as (router, session, url):
             status, body, _ = await ask(session, url, stream=False)
             assert status == 200 and b"too long" in body
             assert router.instances[0].breaker.in_a_row == 0
@@ -159,7 +159,7 @@ def test_an_event_that_cannot_be_read_passes_and_counts_for_nothing(tmp_path, ev
     async def story():
         async with (
             odd(streaming(EVENT + b"data: " + event + b"\n\n" + DONE)) as engine,
-            routed([engine], tmp_path / "j", limits=QUICK) as (_, session, url),
+            routed([engine], tmp_path / "j") as (_, session, url),
         ):
             assert event in (await ask(session, url))[1]
 
@@ -171,10 +171,9 @@ def test_an_event_that_cannot_be_read_passes_and_counts_for_nothing(tmp_path, ev
 @pytest.mark.parametrize("after", [b"", b"data: more", b"x" * 300_000])
 def test_a_stream_ends_with_its_end_though_the_engine_stays(tmp_path, after):
     async def story():
-        limits = replace(QUICK, first_byte_s=20.0, between_bytes_s=20.0)
         async with (
             odd(streaming(EVENT + DONE + after)) as engine,
-            routed([engine], tmp_path / "j", limits=limits) as (router, session, url),
+            routed([engine], tmp_path / "j") as (router, session, url),
         ):
             engine.stays = True
             started = time.monotonic()
@@ -194,7 +193,7 @@ def test_what_nobody_foresaw_in_a_dispatch_is_a_failure_and_not_the_client_s_lea
         raise ZeroDivisionError("odd")
 
     async def story():
-        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j", limits=QUICK) as found:
+        async with scripted_engines(1) as engines, routed(engines, tmp_path / "j") as found:
             router, session, url = found
             monkeypatch.setattr(Watcher, "feed", fails)
             status, body, _ = await ask(session, url, stream)
@@ -291,7 +290,7 @@ def test_what_nobody_foresaw_in_a_prefill_is_a_failure_and_not_the_client_s_leav
 
 def test_health_and_gauges_are_not_looked_for_elsewhere(tmp_path):
     async def story():
-        async with odd(b"") as engine, routed([engine], tmp_path / "j", limits=QUICK) as (router, _, _):
+        async with odd(b"") as engine, routed([engine], tmp_path / "j") as (router, _, _):
             engine.page = http(b"", "302 Found", f"Location: {engine.url}/away", "Connection: close")
             while router.instances[0].health.healthy:
                 await asyncio.sleep(0.01)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import aiohttp
 import pytest
-from routed_pools import LIMITS, MODEL, ask, routed, run, settled
+from routed_pools import MODEL, ask, routed, run, settled
+from scripted_engine import QUICK
 from scripted_pools import scripted_pools
 
 from astrolabe_lab.disagg.policies import LeastLoadedPair
@@ -16,7 +17,7 @@ from astrolabe_lab.serve.pools.records import rows
 
 
 def test_a_prefill_engine_that_fails_is_passed_over_before_the_client_has_seen_anything(tmp_path):
-    limits = replace(LIMITS, first_byte_s=1.0)
+    limits = replace(QUICK, first_byte_s=1.0)
 
     async def story():
         async with (
@@ -38,7 +39,7 @@ def test_a_prefill_engine_that_fails_is_passed_over_before_the_client_has_seen_a
 @pytest.mark.parametrize("tries", [1, 2, 3, 4])
 @pytest.mark.parametrize("script", ["ok", "http:500"])
 def test_one_bound_holds_for_the_tries_of_both_steps(tmp_path, tries, script):
-    limits = replace(LIMITS, tries=tries, failures=9, probe_s=60.0)
+    limits = replace(QUICK, tries=tries, failures=9, probe_s=60.0)
 
     async def story():
         async with (

@@ -3,10 +3,11 @@
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import pytest
-from scripted_engine import scripted_engines
+from scripted_engine import QUICK, scripted_engines
 
 from astrolabe_lab import policies
 from astrolabe_lab.serve import journal
@@ -27,7 +28,7 @@ async def constant(asked):
 
 @asynccontextmanager
 async def routed(engines, path, policy="round_robin", **options):
-    limits = options.pop("limits", Limits(probe_s=0.05, drain_s=1.0))
+    limits = options.pop("limits", QUICK)
     config, predictors = options.pop("config", EngineConfig()), options.pop("predictors", lambda: None)
     statuses = options.pop("statuses", [None] * len(engines))
     router = Router(
@@ -117,7 +118,7 @@ def test_an_engine_that_may_compress_is_asked_not_to(tmp_path):
 
 def test_an_engine_that_fails_before_its_first_byte_is_passed_over(tmp_path):
     async def story():
-        limits = Limits(probe_s=0.05, first_byte_s=1.0, drain_s=1.0)
+        limits = replace(QUICK, first_byte_s=1.0)
         async with scripted_engines(2) as engines, routed(engines, tmp_path / "j", limits=limits) as (
             router, session, url,
         ):  # fmt: skip
